@@ -14,6 +14,7 @@ from tests.support.traffic import Traffic, planned
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk, SequenceState
+from finwhale.engine.plan.step_plan import PromptBounds
 from finwhale.engine.start.memory import largest_transfer
 from finwhale.engine.steps import inputs as building
 from finwhale.engine.steps.host_transfer import ALIGN, send
@@ -65,8 +66,11 @@ def test_tokens_and_logits_rows(
 @settings(max_examples=50, deadline=None)
 @given(SEEDS, DRAWS, NUM_SEQS, DECODE)
 def test_the_largest_transfer(seed: int, draw: random.Random, num_seqs: int, decode: bool) -> None:
-    """No step sends more than the memory that is reserved for steps of its size."""
+    """A step sends everything at once, and no more than the memory reserved for its size."""
     traffic = Traffic(seed, draw, num_seqs, decode=decode)
+    plan, tables = planned(traffic.chunks)
+    bounds = [(draw.randint(0, c.start), draw.randint(0, c.end + 9)) for c in traffic.chunks]
+    plan = plan._replace(prompts=tuple(PromptBounds(*each) for each in bounds))
     sent: list[int] = []
 
     def counted(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
@@ -75,7 +79,14 @@ def test_the_largest_transfer(seed: int, draw: random.Random, num_seqs: int, dec
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building, "send", counted)
-        tokens = traffic.build().inputs.tokens
+        inputs = planned_inputs(plan, traffic.groups, tables, torch.device("cpu")).inputs
+    tokens, prompts = inputs.tokens, inputs.prompts
+    assert prompts is not None
+    assert list(zip(prompts.cached.tolist(), prompts.tail_end.tolist(), strict=True)) == bounds
+    assert list(prompts.chunks) == [
+        (c.end - c.start, c.end - tail_end)
+        for c, (_, tail_end) in zip(traffic.chunks, bounds, strict=True)
+    ]
     limits = StepLimits(
         num_tokens=len(tokens.positions), num_seqs=len(traffic.chunks), max_len=tokens.max_len
     )

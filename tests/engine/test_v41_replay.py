@@ -15,11 +15,17 @@ from tests.support.tiny_v41 import random_text, random_weights
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import EngineConfig
+from finwhale.distributed.peers import Peers
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan import stored_prefixes
 from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.decisions import Decisions
 from finwhale.engine.store.opening import attach_store
 from finwhale.errors import FinwhaleError
+from finwhale.models.registry import parse_config
+from finwhale.models.weight_sources import Weights
 
 from .running import assert_idle, run_until_idle
 from .test_prefix import Model, Recorder, assert_as_alone, greedy
@@ -262,6 +268,16 @@ def test_exact_prefill_changes_no_bit(model_of: Callable[[bool], Model]) -> None
         assert result.num_cached_tokens == cached
         assert_as_alone(model, recorder, result)
     assert_idle(engine)
+
+
+def test_steps_that_replay_are_not_captured(path: Path) -> None:
+    checkpoint = Checkpoint.open(path)
+    config = parse_config(checkpoint.config)
+    for own, captured in ((config, False), (config.with_exact_prefill(), True)):
+        chosen = Decisions(EngineConfig(device="cpu"), own, Weights(own, checkpoint), Peers(), 1)
+        chosen.capabilities = replace(chosen.capabilities, captures_steps=True)
+        limits = chosen.step_limits(900)
+        assert limits.captures_decodes and bool(limits.prefill_graphs) == captured
 
 
 def test_a_model_without_replay_refuses_the_option() -> None:

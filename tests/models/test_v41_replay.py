@@ -1,19 +1,21 @@
 """Bounded replay and the ends of prompts in DeepSeek-V4.1, against the rule in float64."""
 
+import random
 from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
-from tests.support.op_case import step_tokens
+from tests.support.op_case import step_tokens, to_device
 from tests.support.tiny_v41 import compressed_ids, tiny_config
 from torch import Tensor
 
 from finwhale.models.deepseek_v41.config_json import config_of
+from finwhale.models.deepseek_v41.step_parts import step_parts
 from finwhale.models.step_inputs import DraftStart, Inline
 
 from .v41_reference import Output, Replay, draft, forward, text_config
-from .v41_runner import TEXTS, TOLERANCE, Runner, exact_weights, relative
+from .v41_runner import TEXTS, TOLERANCE, Runner, exact_weights, relative, step_inputs
 
 CONFIG = config_of(tiny_config())
 WINDOW, REPLAY = CONFIG.sliding_window, CONFIG.replay_tokens
@@ -94,6 +96,31 @@ def test_bits_do_not_depend_on_the_steps(rounds: bool) -> None:
     batch = [NO_HIT, SHORT, TINY, HIT]
     for found, sequence in zip(run(Runner(rounds=rounds), batch, [7, 20, 61]), batch, strict=True):
         assert torch.equal(found, wholes[sequence])
+
+
+def test_the_host_knows_every_size() -> None:
+    """The parts of a step have no size that depends on values on the device."""
+    draw = random.Random(0)
+    for _ in range(50):
+        chunks = [(start, start + draw.randint(1, 30)) for start in draw.choices(range(60), k=4)]
+        bounds = [(draw.randint(0, start), draw.randint(0, 99)) for start, _ in chunks]
+        inputs = step_inputs(chunks, bounds)
+        tail = step_parts(inputs, CONFIG).tail
+        assert tail is not None and inputs.prompts is not None
+        inside = [
+            (n, p, b)
+            for n, (p, b) in enumerate((p, b) for b, c in enumerate(chunks) for p in range(*c))
+            if p >= bounds[b][1] - WINDOW
+        ]
+        found = tail.parts.inputs.tokens
+        numbers = tail.rows, found.positions, found.sequence
+        assert list(zip(*(each.tolist() for each in numbers), strict=True)) == inside
+        owners = [b for _, _, b in inside]
+        assert found.query_start.diff().tolist() == [owners.count(b) for b in range(4)]
+        assert found.max_query == max(map(owners.count, range(4)))
+        # Tensors without values.
+        shapes = step_parts(to_device(inputs, "meta"), CONFIG).tail
+        assert shapes is not None and shapes.rows.shape == tail.rows.shape
 
 
 def test_entries_of_cached_tokens_are_not_written() -> None:

@@ -113,16 +113,26 @@ class Runner:
         Args:
             bounds: `cached` and `tail_end` of each text (Prompts); empty: the model needs none.
         """
+        inputs = step_inputs(chunks, bounds)
         ids = [i for t, (s, e) in zip(texts, chunks, strict=True) for i in TEXTS[t][s:e]]
-        inputs = StepInputs(
-            token_ids=torch.tensor(ids),
-            tokens=step_tokens(tuple(chunks)),
-            tables=self.tables(len(texts)),
-            prompts=Prompts(*torch.tensor(bounds).T) if bounds else None,
-        )
+        inputs = replace(inputs, token_ids=torch.tensor(ids), tables=self.tables(len(texts)))
         with torch.inference_mode():
             logits, _ = self.model.forward_with_logits(inputs, self.cache, Inline())
         return list(logits.split([end - start for start, end in chunks]))
+
+
+def step_inputs(
+    chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]] = ()
+) -> StepInputs:
+    """A step with a chunk of each sequence, without its tokens' ids and pages."""
+    tokens, prompts = step_tokens(tuple(chunks)), None
+    if bounds:
+        cached, tail_end = torch.tensor(bounds).T
+        after = [end - bound for (_, end), (_, bound) in zip(chunks, bounds, strict=True)]
+        lengths = [end - start for start, end in chunks]
+        prompts = Prompts(cached, tail_end, tuple(zip(lengths, after, strict=True)))
+    ids = torch.zeros_like(tokens.positions)
+    return StepInputs(token_ids=ids, tokens=tokens, tables={}, prompts=prompts)
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

@@ -27,10 +27,13 @@ class Prompts:
             them again, and does not write their entries.
         tail_end: [B] int64: the end of the prompt, or `cached` if the logits of all tokens after
             it are wanted.
+        chunks: on the host: the number of each sequence's tokens in the step, and the number of
+            tokens by which the step ends after `tail_end` (negative: before it).
     """
 
     cached: Tensor
     tail_end: Tensor
+    chunks: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

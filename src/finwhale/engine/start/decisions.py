@@ -116,7 +116,10 @@ class Decisions:
     def step_limits(self, max_len: int) -> StepLimits:
         """The sizes of steps, if the longest sequence has max_len tokens."""
         captures = self.capabilities.captures_steps
-        return step_limits(self.config, self.sizes, self.model_config, captures, max_len)
+        limits = step_limits(self.config, self.sizes, self.model_config, captures, max_len)
+        # The number of tokens in the tails of prompts (Prompts) is not one of a graph's sizes.
+        replays = any(group.rebuilt for group in self.groups)
+        return replace(limits, prefill_graphs=()) if replays else limits
 
     def build_configuration(self, max_len: int) -> object:
         """The values that determine launch signatures. Equal values need the same kernels."""

@@ -187,6 +187,9 @@ class LaunchEnumerator:
         inputs = self._inputs(num_tokens, self.largest.max_len, max_query)
         segments = _BoundVariants(bounds)
         streams = self.model.run_one_of_each(inputs, self.cache, segments)
+        if inputs.prompts is not None and max_query <= MAX_DECODE_QUERY:
+            # A decode's windows begin at position 0, which is another signature.
+            self.model.run_one_of_each(replace(inputs, prompts=None), self.cache, segments)
         if self.drafts and self.model.draft_head is not None:
             self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, segments)
 
@@ -225,9 +228,11 @@ class LaunchEnumerator:
             self.model.draft_head.compute_logits(streams)
 
     def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
-        """A step with the layout of the engine's steps. Positions and pages are arbitrary."""
+        """A step with the layout of the engine's steps. Positions and pages are arbitrary. It has
+        prompts (StepInputs) if it may be the prefill of one.
+        """
         lengths = [1] * num_tokens if max_query == 1 else [num_tokens]
-        return synthetic_inputs(
+        inputs = synthetic_inputs(
             lengths,
             max_len,
             self.groups,
@@ -235,3 +240,5 @@ class LaunchEnumerator:
             vocab_size=self.model.config.vocab_size,
             max_query=max_query,
         )
+        decode = max_query <= 1 + self.drafts and max_query < num_tokens
+        return replace(inputs, prompts=None) if decode else inputs

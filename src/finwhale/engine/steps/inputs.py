@@ -65,6 +65,7 @@ def planned_inputs(
     positions = np.concatenate([np.arange(*span) for span in zip(plan.starts, ends, strict=True)])
     of_slots = [tables[slot] for slot in plan.slots]
     paged = [_pages_and_first([each[group.name] for each in of_slots]) for group in groups]
+    cached, tail_ends = zip(*plan.prompts, strict=True) if plan.prompts else ((), ())
     ids, sent_positions, rows, pending, sampled_rows, sequences, starts, *sent = send(
         device,
         token_ids,
@@ -75,14 +76,16 @@ def planned_inputs(
         np.repeat(np.arange(count, dtype=np.int32), plan.lengths),
         np.array(plan.query_start, np.int32),
         *(array for pair in paged for array in pair),
+        *(np.array(bounds, np.int64) for bounds in (cached, tail_ends) if bounds),
     )
     if len(pending):
         assert sampled is not None
         ids.index_copy_(0, pending, sampled.index_select(0, sampled_rows))
     prompts = None
     if plan.prompts:
-        bounds = zip(*plan.prompts, strict=True)
-        prompts = Prompts(*send(device, *(np.array(each, np.int64) for each in bounds)))
+        *sent, cached_B, tail_end_B = sent
+        after = [end - tail_end for end, tail_end in zip(ends, tail_ends, strict=True)]
+        prompts = Prompts(cached_B, tail_end_B, tuple(zip(plan.lengths, after, strict=True)))
     inputs = StepInputs(
         token_ids=ids,
         tokens=Tokens(
@@ -119,7 +122,8 @@ def synthetic_inputs(
     vocab_size: int,
     max_query: int | None = None,
 ) -> StepInputs:
-    """A step that computes the last lengths[b] tokens of sequences of max_len tokens.
+    """A step that computes the last lengths[b] tokens of sequences of max_len tokens. In a model
+    that replays, all of them are in the tails of prompts.
 
     Args:
         vocab_size: the ids of the tokens are arbitrary, and below it.
@@ -147,6 +151,10 @@ def synthetic_inputs(
         torch.tensor(array, device=device)
         for array in (positions % vocab_size, positions, sequence, query_start)
     )
+    prompts = None
+    if any(group.rebuilt for group in groups):
+        zeros = torch.zeros(len(counts), dtype=torch.int64, device=device)
+        prompts = Prompts(zeros, zeros, tuple((length, max_len) for length in lengths))
     return StepInputs(
         token_ids=ids,
         tokens=Tokens(
@@ -158,6 +166,7 @@ def synthetic_inputs(
         ),
         tables=tables,
         lane_rows=len(ids),
+        prompts=prompts,
     )
 
 

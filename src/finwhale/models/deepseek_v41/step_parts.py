@@ -1,7 +1,8 @@
 """Chooses the tokens that each layer of a step computes: bounded replay, and the end of prompts.
 
 A sequence that resumes after H cached tokens computes the last of these again, to fill its windows.
-The layers from the last KV source on compute only the end of a prompt (step_inputs.Prompts).
+The layers from the last KV source on compute only the end of a prompt (step_inputs.Prompts). The
+host knows the numbers of these tokens, so nothing here waits for the device.
 
 Legend: N tokens, B sequences, M tokens of the tail.
 """
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
-from finwhale.models.step_inputs import StepInputs
+from finwhale.models.step_inputs import Prompts, StepInputs
 from finwhale.ops.paging import StepCache, Tokens
 
 
@@ -55,21 +56,25 @@ def step_parts(inputs: StepInputs, config: DeepseekV41Config) -> StepParts:
     return StepParts(
         replace(inputs, tokens=_changed(tokens, windows_begin=prompts.cached - window)),
         _changed(tokens, windows_begin=prompts.cached - config.replay_tokens),
-        _changed(tokens, positions=tokens.positions.where(written, -1)),
-        _tail(inputs, prompts.tail_end - window),
+        _changed(tokens, positions=tokens.positions.masked_fill(~written, -1)),
+        _tail(inputs, prompts, window),
     )
 
 
-def _tail(inputs: StepInputs, first_B: Tensor) -> Tail:
-    """The tokens at the positions from first [B] on."""
-    tokens = inputs.tokens
-    (rows,) = (tokens.positions >= first_B[tokens.sequence]).nonzero(as_tuple=True)
-    counts = torch.bincount(tokens.sequence[rows], minlength=len(first_B))
+def _tail(inputs: StepInputs, prompts: Prompts, window: int) -> Tail:
+    """The tokens at `window` positions before tail_end, and after them."""
+    tokens, first_B = inputs.tokens, prompts.tail_end - window
+    counts = [max(0, min(length, after + window)) for length, after in prompts.chunks]
+    inside = tokens.positions >= first_B[tokens.sequence]
+    before = torch.nn.functional.pad(inside.cumsum(0), (1, 0))  # each token, and the step's end
+    number = torch.arange(1, 1 + sum(counts), device=before.device)
+    rows = torch.searchsorted(before[1:], number)  # where `before` reaches each number
     own = _changed(
         tokens,
         positions=tokens.positions[rows],
         sequence=tokens.sequence[rows],
-        query_start=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        query_start=before[tokens.query_start].int(),
+        max_query=max(counts),
         windows_begin=first_B,
     )
     own_inputs = replace(inputs, token_ids=inputs.token_ids[rows], tokens=own)
