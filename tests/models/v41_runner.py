@@ -62,23 +62,28 @@ class Stream:
             yield spec, StoredWeight(weights()[name], None, "f32")
 
 
+@cache
+def model(rounds: bool, reference: bool) -> DeepseekV41:
+    config = config_of(tiny_config())
+    ops = load_ops(Platform.cpu(), reference=reference)
+    stream = Stream(dict(weight_specs(config)))
+    form = WeightForm(
+        ops=ops, dtype=torch.float32, round_activations=rounds, storages=stream.storages
+    )
+    return DeepseekV41(
+        *(config, ops, assembler(config, form, CPU).fill(stream)),
+        torch.tensor(compressed_ids()),
+        round_activations=rounds,
+        max_positions=LENGTH + 8,
+    )
+
+
 class Runner:
     """The model with pages for a few sequences."""
 
     def __init__(self, *, rounds: bool, reference: bool = False) -> None:
-        config = config_of(tiny_config())
-        ops = load_ops(Platform.cpu(), reference=reference)
-        stream = Stream(dict(weight_specs(config)))
-        form = WeightForm(
-            ops=ops, dtype=torch.float32, round_activations=rounds, storages=stream.storages
-        )
-        self.model = DeepseekV41(
-            *(config, ops, assembler(config, form, CPU).fill(stream)),
-            torch.tensor(compressed_ids()),
-            round_activations=rounds,
-            max_positions=LENGTH + 8,
-        )
-        self.groups = cache_spec(config)
+        self.model = model(rounds, reference)
+        self.groups = cache_spec(self.model.config)
         plan = plan_cache(
             self.groups,
             itemsize=4,
