@@ -322,7 +322,7 @@ def index_scores(w: Part, x: Tensor, q_lora: Tensor, ratio: int, keys: Tensor) -
     q = linear(w, "wq_b", q_lora).view(-1, heads, dim)
     q = round_index(rope(q, torch.arange(len(x)), w.config, ratio), w.roundings)
     weight = x @ w["weights_proj.weight"].T / math.sqrt(dim * heads)
-    return torch.einsum("th,thw->tw", weight, torch.einsum("thc,wc->thw", q, keys).relu())
+    return torch.einsum("th,thw->tw", weight, torch.einsum("thc,wc->thw", q, keys).relu_())
 
 
 def select(config: Config, layer: int, scores: Tensor, shared: Shared) -> None:
