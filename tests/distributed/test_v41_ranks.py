@@ -58,11 +58,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-PROMPTS = [random_text(length, length) for length in (300, 9, 40)]
+# Some draft after the second one is accepted.
+PROMPTS = [random_text(length, seed) for length, seed in ((270, 1), (9, 6), (40, 3))]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
-    SamplingParams(seed=5, max_tokens=12, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+    SamplingParams(seed=5, max_tokens=6, ignore_eos=True, logprobs=2),
 ]
 
 
