@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.op_case import step_tokens
+from tests.models.v41_runner import step_inputs
 from tests.support.v41_weights import plain_fp4
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from finwhale.distributed.rank import ALONE
 from finwhale.engine.start.kv_cache import allocate_cache, plan_cache
 from finwhale.models.deepseek_v41 import architecture
 from finwhale.models.deepseek_v41.config_json import config_of
-from finwhale.models.step_inputs import Inline, StepInputs
+from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.mhc import FusedReduceMhc
@@ -34,6 +34,13 @@ from . import triton_interpreter as triton_interpreter
 
 PORTABLE, PAGES, LENGTH = Platform("nvidia", "sm100"), 40, 256
 CPU = torch.device("cpu")
+# Steps with the bounds of their prompts (v41_runner.py). The first sequence resumes after 16 cached
+# tokens, of which it computes 12 again.
+REPLAYS = {
+    ((0, 16), (0, 6)): ((0, 21), (0, 6)),
+    ((4, 21), (6, 7)): ((16, 21), (0, 6)),
+    ((21, 22), (7, 8)): (),
+}
 # Few entries and blocks, so that short texts select. Two sequences are prefilled, then both decode,
 # and then one verifies drafts beside the other.
 CHANGES = {"index_topk": 4, "candidate_topk_blocks": 2, "sliding_window": 8}
@@ -47,10 +54,12 @@ def plain_experts(w: ExpertWeight) -> ExpertWeight:
 
 
 class Runner:
+    exact = True
+
     def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
         checkpoint = Checkpoint.open(V41_PATH)
-        config = config_of(checkpoint.config).without_draft_head().with_exact_prefill()
-        config = replace(config, **CHANGES)  # type: ignore[arg-type]
+        config = config_of(checkpoint.config).without_draft_head()
+        config = replace(config, exact_prefill=self.exact, **CHANGES)  # type: ignore[arg-type]
         stream = Weights(config, checkpoint).open(CPU, ALONE)
         form = WeightForm(
             ops=ops, dtype=dtype, round_activations=True, storages=dict(stream.storages)
@@ -73,7 +82,9 @@ class Runner:
         self.cache = allocate_cache(self.groups, plan, dtype, CPU, packed)
 
     def __call__(self, text: Sequence[int], chunks: tuple[tuple[int, int], ...]) -> Tensor:
-        """The logits [N,V] of a step with a chunk of the same text for each sequence."""
+        """The logits [M,V] of a step with a chunk of the same text for each sequence, of the rows
+        that have any.
+        """
         count, tables = len(chunks), {}
         for group in self.groups:
             each = -(-LENGTH // group.tokens_per_page)
@@ -81,14 +92,21 @@ class Runner:
             first = torch.zeros(count, dtype=torch.int32)
             tables[group.name] = PageTable(pages.int(), first, group.rows_per_page)
         ids = torch.tensor([i for start, end in chunks for i in text[start:end]])
-        inputs = StepInputs(token_ids=ids, tokens=step_tokens(chunks), tables=tables)
+        inputs = replace(step_inputs(chunks, REPLAYS.get(chunks, ())), token_ids=ids, tables=tables)
         with torch.inference_mode():
             logits, _ = self.model.forward_with_logits(inputs, self.cache, Inline())
-        return logits
+        return logits[logits.any(1)]
 
 
 def distance(one: Tensor, other: Tensor) -> float:
     return float(((one - other).norm(dim=1) / other.norm(dim=1)).median())
+
+
+@pytest.mark.long
+def test_prompts_that_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "exact", False)
+    monkeypatch.setitem(globals(), "STEPS", list(REPLAYS))
+    test_logits_are_as_close_as_those_of_the_definitions()
 
 
 @pytest.mark.long
