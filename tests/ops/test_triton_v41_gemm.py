@@ -24,8 +24,8 @@ from .kernels_support import Inputs, assert_close
 LIMIT = 0.7
 
 
-# (N, G, M, K): one token; K with a rest; rounding inside and before; several parts; several blocks
-# of many tokens, and rows with a rest; groups.
+# (N, G, M, K): one token; K with a rest; several parts, the last shorter; groups; many tokens, and
+# rows with a rest.
 LINEARS = (
     (1, 1, 96, 288),
     (1, 3, 64, 1056),
@@ -59,7 +59,7 @@ def test_linear(size: tuple[int, int, int, int], rounds: bool) -> None:
 
 
 def test_no_index_of_a_part_is_lost_and_bits_are_the_batch_s() -> None:
-    """K has 9 steps in parts of 5 and 4."""
+    """K has 17 chunks in parts of 10 and 7."""
     inputs = Inputs()
     weight, scale = e4m3(inputs.generator, 1, 64, 1056)
     w = LinearWeight(weight[0], 32, scale[0], torch.float32, scale_block=32)

@@ -19,13 +19,13 @@ from finwhale.ops.linear.quantise_triton import round_e4m3
 
 
 @triton.jit
-def factor_of(exponent, BIAS: tl.constexpr, ASM: tl.constexpr):
-    """The factor of values with the scale 2^(exponent - 127).
+def factor_of(scale, ASM: tl.constexpr):
+    """The factors of values with float32 scales, which are powers of two.
 
-    It is bfloat16 for the decoders with ASM, otherwise float32. Scales above 2^(127 - BIAS) give
-    infinity.
+    They are bfloat16 for the decoder with ASM, otherwise float32. Scales above 2^7 give infinity.
     """
-    field = tl.minimum(exponent + BIAS, 255)
+    exponent = scale.to(tl.int32, bitcast=True) >> 23 & 0xFF
+    field = tl.minimum(exponent + 120, 255)
     if ASM:
         return (field << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -69,20 +69,3 @@ def round_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Round float32 x [ROWS,COLUMNS] to E4M3 with a power-of-two scale for 32 values of a row."""
     values, scale = round_e4m3(tl.reshape(x, [ROWS, COLUMNS // 32, 32]), 2)
     return tl.reshape(values.to(tl.float32) * scale[:, :, None], [ROWS, COLUMNS])
-
-
-@triton.jit
-def swiglu_rows(total, weights, limit, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The rounded hidden values bfloat16 [BLOCK,COLUMNS] of float32 [2 BLOCK,COLUMNS].
-
-    The rows alternate, eight of w1 and eight of w3, so that a thread holds both. A scale is that of
-    32 rows of a column. weights: [COLUMNS], which multiply before the rounding.
-    """
-    both = tl.reshape(total, [BLOCK // 8, 2, 8, COLUMNS])
-    gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    hidden = gate / (1.0 + tl.exp(-gate)) * up * weights[None, None, :]
-    values, scale = round_e4m3(tl.reshape(hidden, [BLOCK // 32, 32, COLUMNS]), 1)
-    hidden = values.to(tl.float32) * scale[:, None, :]
-    return tl.reshape(hidden, [BLOCK, COLUMNS]).to(tl.bfloat16)

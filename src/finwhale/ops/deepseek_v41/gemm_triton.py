@@ -1,63 +1,61 @@
 """DeepSeek-V4.1's linear layers and shared expert as Triton kernels.
 
-Weights are E4M3 with a scale for each block of 32x32. Kernels expand them to bfloat16 in registers
-(expand_triton.py), keep rounded inputs as bfloat16, and multiply both on tensor cores, with
-float32 sums over all of K. No scales follow.
+Weights are E4M3 with a scale for each block of 32x32. Kernels expand them to bfloat16
+(expand_triton.py), keep rounded inputs as bfloat16, and multiply both with float32 sums over all of
+K. Both are exact in bfloat16, and no scales follow.
 
-1. `_row_kernel` processes one token. A program computes whole rows: it issues the loads of the
+1. `row_kernel` processes one token. A program computes whole rows: it issues the loads of the
    weight, rounds the token and multiplies it by the scales while they run, and sums in float32
    without tensor cores.
-2. `_tile_kernel` processes more tokens. Up to SPLIT_TOKENS, K is split into parts, which
-   `_sum_kernel` adds in order. Up to ROUNDED_TOKENS, a program rounds its tokens itself; for more,
-   `_round_kernel` rounds them before.
+2. Up to SPLIT_TOKENS, `round_kernel` rounds the tokens, `tile_kernel` multiplies parts of K, and
+   `sum_kernel` adds the parts in order. A program loads most of its part of the weight into
+   registers before it waits for the tokens.
+3. With more tokens, `expand_kernel` writes the weight in bfloat16, and cuBLAS multiplies.
 
-The kernels that compute gate and up apply the clamped SwiGLU. Those that see all of K and 32 rows
+The kernels that compute or add gate and up apply the clamped SwiGLU. For more than one token, they
 round the hidden values from float32, so the second layer does not round its input.
 
 A token's bits do not depend on the other tokens, nor on their number within a class: 1; up to
-SPLIT_TOKENS; more. Weights without a scale use V4's kernels (linear_triton.py).
+SPLIT_TOKENS. With more tokens, cuBLAS chooses the order of a sum by their number. Weights without a
+scale use V4's kernels (linear_triton.py).
 
-Floors: the weight's bytes at 4.0 TB/s up to SPLIT_TOKENS tokens, such as 4 us for wq_b of one of
+Floors: the weight's bytes at 4.4 TB/s up to SPLIT_TOKENS tokens, such as 3.6 us for wq_b of one of
 four ranks (15.7 MB); then 2 N M K operations at 790 TFLOP/s, such as 326 us for its 8,192 tokens.
 
 Legend: N tokens, K input width, M output width, G groups, D hidden, I intermediate width.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.deepseek_v41.expand_triton import (
-    expand_e4m3,
-    factor_of,
-    round_columns,
+from finwhale.ops.deepseek_v41.gemm_kernels_triton import (
+    expand_kernel,
+    round_kernel,
+    row_kernel,
+    sum_kernel,
+    tile_kernel,
 )
 from finwhale.ops.launch import sizes as launch_sizes
-from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.linear import LinearWeight, linear_triton
-from finwhale.ops.linear.gemm_triton import dot_rows, load_rows
-from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3
 from finwhale.ops.moe import ExpertWeight
 
 GROUP = 32  # values of an input that share a scale, and the block of a weight
 SPLIT_TOKENS = 64
-ROUNDED_TOKENS = 16
-# _row_kernel: a program holds HELD_BYTES of the weight, at least MIN_ROWS rows, in chunks of
+# row_kernel: a program holds HELD_BYTES of the weight, at least MIN_ROWS rows, in chunks of
 # CHUNK columns. A weight should occupy at least MIN_PROGRAMS programs.
 HELD_BYTES = 32768
 MIN_ROWS = 4
 CHUNK = 1024
 MIN_PROGRAMS = 256
-# _tile_kernel: up to SPLIT_TOKENS, a part has at least MIN_STEPS steps. Up to FEW_BLOCKS, tiles are
-# smaller, so that there are more.
-PROGRAMS = 2  # of a split weight, on each multiprocessor
+# tile_kernel: the most chunks of 64 columns in a part of K.
+MAX_CHUNKS = 10
+# Columns of a program.
 ROUND_BLOCK = 1024
 EXPAND_BLOCK = 256
-BY_ROWS = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,288 +74,6 @@ class GemmOptions:
 
 
 DEFAULT = GemmOptions()
-
-
-# --- Kernels --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _round_kernel(
-    x_ptr,
-    y_ptr,
-    K,
-    stride_x,
-    limit,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y[n] = x[n] rounded to E4M3 by groups of 32, as bfloat16; a program has BLOCK columns.
-
-    GATED: round the SwiGLU of x's halves.
-    """
-    start_next(PDL)
-    wait_for_last(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = x_ptr + token * stride_x + k
-    x = tl.load(source, mask=k < K, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(source + K, mask=k < K, other=0.0).to(tl.float32)
-        x = clamped_swiglu(x, up, limit)
-    y = round_columns(x[None, :], 1, BLOCK).to(tl.bfloat16)
-    tl.store(y_ptr + token * K + k[None, :], y, mask=(k < K)[None, :])
-
-
-@triton.jit
-def _expand_kernel(
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    M,
-    K,
-    BLOCK: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Expand 32 rows and BLOCK columns of the weight (bytes) [M, K] to bfloat16."""
-    start_next(PDL)
-    row = tl.program_id(1) * 32 + tl.arange(0, 32)
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < M)[:, None] & (k < K)[None, :]
-    at = row.to(tl.int64)[:, None] * K + k[None, :]
-    weight = tl.load(weight_ptr + at, mask=mask, other=0)
-    group = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    scales = scale_ptr + tl.program_id(1).to(tl.int64) * (K // 32) + group
-    scale = tl.load(scales, mask=group * 32 < K, other=1.0)
-    exponent = scale.to(tl.int32, bitcast=True) >> 23 & 0xFF
-    factor = tl.broadcast_to(factor_of(exponent, 120, ASM)[:, None], [BLOCK // 32, 32])
-    factor = tl.broadcast_to(tl.reshape(factor, [BLOCK])[None, :], [32, BLOCK])
-    wait_for_last(PDL)
-    tl.store(out_ptr + at, expand_e4m3(weight, factor, ASM), mask=mask)
-
-
-@triton.jit
-def _load_scales(source, K: tl.constexpr, CHUNK: tl.constexpr):
-    """The scales of a row of the weight's blocks, in chunks of CHUNK columns."""
-    group = tl.arange(0, CHUNK // 32)
-    chunks = ()
-    for i in tl.static_range((K + CHUNK - 1) // CHUNK):
-        column = i * (CHUNK // 32) + group
-        chunks = chunks + (tl.load(source + column, mask=column * 32 < K, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    return chunks
-
-
-@triton.jit
-def _load_token(source, scales, K: tl.constexpr, CHUNK: tl.constexpr, ROUND: tl.constexpr):
-    """A token in chunks of CHUNK values, rounded, times `scales`."""
-    k = tl.arange(0, CHUNK)
-    chunks = ()
-    for i in tl.static_range((K + CHUNK - 1) // CHUNK):
-        x = tl.load(source + i * CHUNK + k, mask=i * CHUNK + k < K, other=0.0).to(tl.float32)
-        x = tl.reshape(x, [CHUNK // 32, 32])
-        if ROUND:
-            values, scale = round_e4m3(x, 1)
-            x = values.to(tl.float32) * scale[:, None]
-        chunks = chunks + (tl.reshape(x * scales[i][:, None], [CHUNK]),)  # type: ignore[assignment]  # noqa: RUF005
-    return chunks
-
-
-@triton.jit
-def _row_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    M,
-    stride_xg,
-    limit,
-    K: tl.constexpr,
-    ROUND: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out[g, m] of one token for BLOCK_M rows m, which are within a block of 32.
-
-    GATED: the SwiGLU of gate rows m and up rows M + m.
-    """
-    start_next(PDL)
-    first = tl.program_id(0) * BLOCK_M
-    g = tl.program_id(1)
-    HALVES: tl.constexpr = 2 if GATED else 1
-    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
-    columns: tl.constexpr = K // 32
-    base = weight_ptr + tl.cast(g * HALVES, tl.int64) * M * K
-    row = first + tl.arange(0, BLOCK_M)
-    gate = load_rows(base, row, M, K, CHUNK)
-    if GATED:
-        up = load_rows(base + tl.cast(M, tl.int64) * K, row, M, K, CHUNK)
-    # The scales come from memory, too: later, their loads would wait behind other programs' rows.
-    at = scale_ptr + (g * HALVES * (M // 32) + first // 32) * columns
-    scales = _load_scales(at, K, CHUNK)
-    if GATED:
-        scales_up = _load_scales(at + M // 32 * columns, K, CHUNK)
-    wait_for_last(PDL)
-    source = x_ptr + g * stride_xg
-    total = dot_rows(gate, _load_token(source, scales, K, CHUNK, ROUND), 0, CHUNKS)
-    if GATED:
-        tokens = _load_token(source, scales_up, K, CHUNK, ROUND)
-        total = clamped_swiglu(total, dot_rows(up, tokens, 0, CHUNKS), limit)
-    tl.store(out_ptr + g * M + row, total.to(out_ptr.dtype.element_ty), mask=row < M)
-
-
-@triton.jit
-def _load_chunk(rows, at, end, MASK: tl.constexpr, POLICY: tl.constexpr):
-    """64 columns from `at` on; with MASK, 0 from `end` on."""
-    k = tl.arange(0, 64)
-    source = rows[:, None] + (at + k)[None, :]
-    if MASK:
-        return tl.load(source, mask=(at + k < end)[None, :], other=0, eviction_policy=POLICY)
-    else:
-        return tl.load(source, eviction_policy=POLICY)
-
-
-@triton.jit
-def _load_pair(scales, at, last, MASK: tl.constexpr):
-    """The two scales of each row for 64 columns."""
-    low, high = at // 32, at // 32 + 1
-    if MASK:
-        # Columns past the last group have no weights, so any scale will do.
-        low, high = tl.minimum(low, last), tl.minimum(high, last)
-    return tl.load(scales + low), tl.load(scales + high)
-
-
-@triton.jit(do_not_specialize=["N"])
-def _tile_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    N,
-    M,
-    K,
-    stride_xn,
-    stride_xg,
-    ROUND: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    HELD: tl.constexpr,
-    AHEAD: tl.constexpr,
-    MASK: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Multiply BLOCK_M rows of the weight (bytes) with all tokens, over CHUNKS * 64 columns.
-
-    PARTS: write float32 parts [split, G, M, BLOCK_N]; otherwise out [N, G, M]. HELD, AHEAD: chunks
-    of the weight and of the tokens that are loaded ahead. MASK: the last part has less columns.
-
-    A thread loads 16 adjacent columns of a row, four of each product of 16 columns. So the columns
-    of a product are not adjacent, and the tokens' columns follow; likewise the rows of a tile.
-    """
-    start_next(PDL)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Rows and tokens past the last are copies of it, which are not stored.
-    used_row = tl.minimum(row, M - 1)
-    part = tl.program_id(1)
-    g = tl.program_id(2)
-    first = part * CHUNKS * 64
-    weights = weight_ptr + (g.to(tl.int64) * M + used_row) * K
-    scales = scale_ptr + (g * (M // 32) + used_row // 32) * (K // 32)
-    last = K // 32 - 1
-    held = ()
-    pairs = ()
-    for i in tl.static_range(HELD):
-        held = held + (_load_chunk(weights, first + i * 64, K, MASK, "evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
-    for i in tl.static_range(HELD):
-        pairs = pairs + (_load_pair(scales, first + i * 64, last, MASK),)  # type: ignore[assignment]  # noqa: RUF005
-    wait_for_last(PDL)
-    token = tl.arange(0, BLOCK_N)
-    tokens = x_ptr + (tl.minimum(token, N - 1).to(tl.int64) * stride_xn + g * stride_xg)
-    xs = ()
-    for i in tl.static_range(AHEAD):
-        xs = xs + (_load_chunk(tokens, first + i * 64, K, MASK, ""),)  # type: ignore[assignment]  # noqa: RUF005
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in tl.static_range(CHUNKS):
-        if i + AHEAD < CHUNKS:
-            xs = xs + (_load_chunk(tokens, first + (i + AHEAD) * 64, K, MASK, ""),)  # type: ignore[assignment]  # noqa: RUF005
-        total = _add_product(total, held[i], pairs[i], xs[i], ROUND, ASM)
-        if i + HELD < CHUNKS:
-            at = first + (i + HELD) * 64
-            held = held + (_load_chunk(weights, at, K, MASK, "evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
-            pairs = pairs + (_load_pair(scales, at, last, MASK),)  # type: ignore[assignment]  # noqa: RUF005
-    total = tl.permute(tl.reshape(total, [BLOCK_M // 16, 2, 8, BLOCK_N]), (1, 0, 2, 3))
-    total = tl.reshape(total, [BLOCK_M, BLOCK_N])
-    if PARTS:
-        line = ((part * tl.num_programs(2) + g).to(tl.int64) * M + row) * BLOCK_N
-        tl.store(out_ptr + line[:, None] + token[None, :], total, mask=(row < M)[:, None])
-    else:
-        line = (token.to(tl.int64) * tl.num_programs(2) + g) * M
-        mask = (row < M)[:, None] & (token < N)[None, :]
-        value = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + line[None, :] + row[:, None], value, mask=mask)
-
-
-@triton.jit
-def _add_product(total, weight, pair, x, ROUND: tl.constexpr, ASM: tl.constexpr):
-    """total [rows,tokens] + 64 columns of the weight times the tokens x [tokens,64]."""
-    low, high = pair
-    ROWS: tl.constexpr = total.shape[0]
-    TOKENS: tl.constexpr = total.shape[1]
-    if ROUND:
-        x = round_columns(x.to(tl.float32), TOKENS, 64)
-    x = tl.permute(tl.reshape(x.to(tl.bfloat16), [TOKENS, 4, 4, 2, 2]), (0, 2, 3, 1, 4))
-    scale = tl.where((tl.arange(0, 64) < 32)[None, :], low[:, None], high[:, None])
-    exponent = scale.to(tl.int32, bitcast=True) >> 23 & 0xFF
-    w = expand_e4m3(weight, factor_of(exponent, 120, ASM), ASM)
-    w = tl.permute(tl.reshape(w, [2, ROWS // 16, 8, 4, 4, 2, 2]), (1, 0, 2, 4, 5, 3, 6))
-    return tl.dot(tl.reshape(w, [ROWS, 64]), tl.trans(tl.reshape(x, [TOKENS, 64])), total)
-
-
-@triton.jit(do_not_specialize=["N"])
-def _sum_kernel(
-    parts_ptr,
-    out_ptr,
-    N,
-    M,
-    padded,
-    size,
-    limit,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Add float32 parts [PARTS, M or 2M, padded], each of `size` values: 32 columns of out [N, M].
-
-    GATED: write the rounded SwiGLU of the two halves of the rows.
-    """
-    start_next(PDL)
-    wait_for_last(PDL)
-    row = tl.program_id(0) * 32 + tl.arange(0, 32)
-    token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (token < N)[None, :]
-    source = parts_ptr + row.to(tl.int64)[:, None] * padded + token[None, :]
-    total = tl.zeros([32, BLOCK_N], tl.float32)
-    total_up = tl.zeros([32, BLOCK_N], tl.float32)
-    up = (tl.zeros([], tl.int64) + M) * padded
-    for _ in tl.static_range(PARTS):
-        total += tl.load(source, mask=mask, other=0.0)
-        if GATED:
-            total_up += tl.load(source + up, mask=mask, other=0.0)
-        source += size
-    if GATED:
-        values, scale = round_e4m3(clamped_swiglu(total, total_up, limit), 0)
-        total = values.to(tl.float32) * scale[None, :]
-    target = out_ptr + token.to(tl.int64)[None, :] * M + row[:, None]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-# --- Launch ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +127,7 @@ class GemmProblem:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """How `_tile_kernel` divides a weight.
+    """How `tile_kernel` divides a weight.
 
     Attributes:
         block_m: rows of a program.
@@ -422,20 +138,17 @@ class TilePlan:
     block_m: int
     chunks: int
     held: int
+    ahead: int
     num_warps: int
-    ahead: int = 2
-    rounded: int = 16
-    maxnreg: int | None = None
 
     @staticmethod
     def of(p: GemmProblem) -> "TilePlan":
         """`chunks` does not depend on the number of tokens."""
-        groups, rows, width = p.weight.shape
-        chunks = triton.cdiv(width, 64)
-        tiles = groups * triton.cdiv(rows, 64)
-        split = max(1, min(PROGRAMS * p.options.num_multiprocessors // tiles, chunks // 8))
-        chunks = triton.cdiv(chunks, split)
-        return TilePlan(64, chunks, min(8, chunks), 4)
+        all_chunks = triton.cdiv(p.weight.shape[2], 64)
+        even = [n for n in range(MAX_CHUNKS, MAX_CHUNKS // 2, -1) if all_chunks % n == 0]
+        chunks = even[0] if even else min(MAX_CHUNKS, all_chunks)
+        held = 5 if p.x.shape[0] > 32 else 8
+        return TilePlan(64, chunks, min(held, chunks), min(2, chunks), 4)
 
 
 def tile_tokens(num_tokens: int) -> int:
@@ -445,7 +158,7 @@ def tile_tokens(num_tokens: int) -> int:
 
 def launch_tokens(model: launch_sizes.ModelSizes, most: int) -> set[int]:
     """See LaunchClasses."""
-    rows = {1, ROUNDED_TOKENS, SPLIT_TOKENS}
+    rows = {1, SPLIT_TOKENS}
     rows |= launch_sizes.last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
     found = {row // per_token for row in rows for per_token, _, _ in model.linears}
     # Weights without a scale use V4's kernels.
@@ -469,7 +182,7 @@ def _round(x: Tensor, limit: float | None, options: GemmOptions) -> Tensor:
     if num_tokens:
         # With many tokens, a next kernel that starts early only takes resources from this one.
         early = options.early_launch and num_tokens <= SPLIT_TOKENS
-        _round_kernel[(num_tokens, triton.cdiv(width, ROUND_BLOCK))](
+        round_kernel[(num_tokens, triton.cdiv(width, ROUND_BLOCK))](
             *(x, y, width, x.stride(0), limit or 0.0),
             GATED=limit is not None,
             BLOCK=ROUND_BLOCK,
@@ -494,7 +207,7 @@ def _run_row(p: GemmProblem) -> Tensor:
     block_m = min(GROUP, 1 << block_m.bit_length() - 1)
     while block_m > 1 and groups * triton.cdiv(p.M, block_m) < MIN_PROGRAMS:
         block_m //= 2
-    _row_kernel[(triton.cdiv(p.M, block_m), groups)](
+    row_kernel[(triton.cdiv(p.M, block_m), groups)](
         *(p.x, p.weight, p.scale, out, p.M, p.x.stride(1), p.limit or 0.0),
         K=width,
         ROUND=p.rounds,
@@ -511,8 +224,7 @@ def _run_tiles(p: GemmProblem) -> Tensor:
     """Up to SPLIT_TOKENS tokens."""
     plan, gated, options = TilePlan.of(p), p.limit is not None, p.options
     (num_tokens, groups, width), rows = p.x.shape, p.weight.shape[1]
-    if p.rounds and num_tokens > plan.rounded:
-        p = replace(p, x=round_input(p.x.flatten(1), p.options).view(p.x.shape), rounds=False)
+    x = _rounded(p)
     block_n = tile_tokens(num_tokens)
     split = triton.cdiv(width, plan.chunks * 64)
     out = p.empty(torch.bfloat16 if gated else None)
@@ -520,25 +232,23 @@ def _run_tiles(p: GemmProblem) -> Tensor:
     if split > 1 or gated:
         shape = (split, groups, rows, block_n)
         target = torch.empty(shape, dtype=torch.float32, device=p.x.device)
-    _tile_kernel[(triton.cdiv(rows, plan.block_m), split, groups)](
-        *(p.x, p.weight.view(torch.uint8), p.scale, target, num_tokens, rows, width),
-        *(p.x.stride(0), p.x.stride(1)),
-        ROUND=p.rounds,
+    tile_kernel[(triton.cdiv(rows, plan.block_m), split, groups)](
+        *(x, p.weight.view(torch.uint8), p.scale, target, num_tokens, rows, width),
+        *(x.stride(0), x.stride(1)),
         PARTS=target is not out,
         BLOCK_M=plan.block_m,
         BLOCK_N=block_n,
         CHUNKS=plan.chunks,
-        HELD=min(plan.held, plan.chunks),
-        AHEAD=min(plan.ahead, plan.chunks),
+        HELD=plan.held,
+        AHEAD=plan.ahead,
         MASK=width % (plan.chunks * 64) > 0,
         ASM=options.inline_asm,
         num_warps=plan.num_warps,
-        maxnreg=plan.maxnreg,
         **launch_options(options.early_launch),
     )
     if target is not out:
         columns, block_s = groups * p.M, min(16, block_n)
-        _sum_kernel[(triton.cdiv(columns, 32), triton.cdiv(num_tokens, block_s))](
+        sum_kernel[(triton.cdiv(columns, 32), triton.cdiv(num_tokens, block_s))](
             *(target, out, num_tokens, columns, block_n, target[0].numel(), p.limit or 0.0),
             PARTS=split,
             GATED=gated,
@@ -549,11 +259,15 @@ def _run_tiles(p: GemmProblem) -> Tensor:
     return out
 
 
+def _rounded(p: GemmProblem) -> Tensor:
+    return round_input(p.x.flatten(1), p.options).view(p.x.shape) if p.rounds else p.x
+
+
 def _expand(p: GemmProblem) -> Tensor:
     """The weight in bfloat16."""
     groups, rows, width = p.weight.shape
     out = torch.empty(p.weight.shape, dtype=torch.bfloat16, device=p.x.device)
-    _expand_kernel[(triton.cdiv(width, EXPAND_BLOCK), triton.cdiv(groups * rows, 32))](
+    expand_kernel[(triton.cdiv(width, EXPAND_BLOCK), triton.cdiv(groups * rows, 32))](
         *(p.weight.view(torch.uint8), p.scale, out, groups * rows, width),
         BLOCK=EXPAND_BLOCK,
         ASM=p.options.inline_asm,
@@ -565,9 +279,7 @@ def _expand(p: GemmProblem) -> Tensor:
 
 def _run_library(p: GemmProblem) -> Tensor:
     """Many tokens: torch multiplies by the expanded weight."""
-    x, weight = p.x, _expand(p)
-    if p.rounds:
-        x = round_input(x.flatten(1), p.options).view(x.shape)
+    x, weight = _rounded(p).to(torch.bfloat16), _expand(p)
     (num_tokens, groups, _), rows = x.shape, weight.shape[1]
     dtype = p.out_dtype if p.limit is None else torch.float32
     out = torch.empty((num_tokens, groups, rows), dtype=dtype, device=x.device)
@@ -591,7 +303,7 @@ def run(p: GemmProblem) -> Tensor:
     num_tokens = p.x.shape[0]
     if num_tokens == 0:
         return p.empty()
-    if num_tokens == 1 and BY_ROWS:
+    if num_tokens == 1:
         return _run_row(p)
     return _run_tiles(p) if num_tokens <= SPLIT_TOKENS else _run_library(p)
 
@@ -652,8 +364,8 @@ def swiglu_mlp(
         return linear_triton.swiglu_mlp(x_ND, w, limit, options=how)
     given = w.w13[None], w.scale13[None], True, x_ND.dtype, limit, options
     hidden = run(GemmProblem(x_ND.unsqueeze(1), *given))
-    # _row_kernel's hidden values are not rounded yet.
-    rounds = len(x_ND) == 1 and BY_ROWS
+    # row_kernel's hidden values are not rounded yet.
+    rounds = len(x_ND) == 1
     return run(
         GemmProblem(hidden, w.w2[None], w.scale2[None], rounds, x_ND.dtype, None, options)
     ).squeeze(1)
