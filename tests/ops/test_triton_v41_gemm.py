@@ -59,7 +59,7 @@ def test_linear(size: tuple[int, int, int, int], rounds: bool) -> None:
 
 
 def test_no_index_of_a_part_is_lost_and_bits_are_the_batch_s() -> None:
-    """K has 17 chunks in parts of 10 and 7."""
+    """K has 17 chunks in parts of 8, 8 and 1."""
     inputs = Inputs()
     weight, scale = e4m3(inputs.generator, 1, 64, 1056)
     w = LinearWeight(weight[0], 32, scale[0], torch.float32, scale_block=32)

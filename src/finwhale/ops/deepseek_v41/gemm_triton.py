@@ -51,8 +51,8 @@ HELD_BYTES = 32768
 MIN_ROWS = 4
 CHUNK = 1024
 MIN_PROGRAMS = 256
-# tile_kernel: the most chunks of 64 columns in a part of K.
-MAX_CHUNKS = 10
+# tile_kernel: a part of K has the first of these numbers of chunks that divides K.
+PART_CHUNKS = (8, 9, 10)
 # Columns of a program.
 ROUND_BLOCK = 1024
 EXPAND_BLOCK = 256
@@ -145,9 +145,9 @@ class TilePlan:
     def of(p: GemmProblem) -> "TilePlan":
         """`chunks` does not depend on the number of tokens."""
         all_chunks = triton.cdiv(p.weight.shape[2], 64)
-        even = [n for n in range(MAX_CHUNKS, MAX_CHUNKS // 2, -1) if all_chunks % n == 0]
-        chunks = even[0] if even else min(MAX_CHUNKS, all_chunks)
-        held = 5 if p.x.shape[0] > 32 else 8
+        even = (number for number in PART_CHUNKS if all_chunks % number == 0)
+        chunks = next(even, min(PART_CHUNKS[0], all_chunks))
+        held = 5 if p.x.shape[0] > 32 else 8  # three programs share a multiprocessor
         return TilePlan(64, chunks, min(held, chunks), min(2, chunks), 4)
 
 
