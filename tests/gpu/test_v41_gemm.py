@@ -44,7 +44,9 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 # The sizes of one of four ranks: rows with a rest, one group and two.
 @pytest.mark.parametrize("num_tokens", TOKENS)
-@pytest.mark.parametrize("size", ((1, 1792, 5120), (1, 5120, 2048), (2, 1024, 4096), (1, 130, 96)))
+@pytest.mark.parametrize(
+    "size", ((1, 1792, 5120), (1, 12288, 1280), (1, 5120, 2048), (2, 1024, 4096), (1, 130, 96))
+)
 @pytest.mark.parametrize("rounds", (True, False))
 def test_linear(size: tuple[int, int, int], num_tokens: int, rounds: bool) -> None:
     G, M, K = size

@@ -58,8 +58,12 @@ def test_linear(size: tuple[int, int, int, int], rounds: bool) -> None:
         assert_close(found, wanted.to(dtype))
 
 
-def test_no_index_of_a_part_is_lost_and_bits_are_the_batch_s() -> None:
-    """K has 17 chunks in parts of 8, 8 and 1."""
+@pytest.mark.parametrize("many_rows", (64, 96))
+def test_no_index_of_a_part_is_lost_and_bits_are_the_batch_s(
+    many_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K has 17 chunks: in one part, or in parts of 8, 8 and 1."""
+    monkeypatch.setattr(gemm, "MANY_ROWS", many_rows)
     inputs = Inputs()
     weight, scale = e4m3(inputs.generator, 1, 64, 1056)
     w = LinearWeight(weight[0], 32, scale[0], torch.float32, scale_block=32)

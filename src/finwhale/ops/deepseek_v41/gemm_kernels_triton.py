@@ -248,6 +248,19 @@ def _add_product(total, weight, pair, x, ASM: tl.constexpr):
     return tl.dot(tl.reshape(w, [ROWS, 64]), tl.trans(tl.reshape(x, [TOKENS, 64])), total)
 
 
+@triton.jit
+def _add_parts(source, mask, size, PARTS: tl.constexpr):
+    """The sum of PARTS tensors, `size` values apart, in order."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        at = source + tl.cast(size, tl.int64) * i
+        parts = parts + (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    total = parts[0]  # type: ignore[misc]
+    for i in tl.static_range(1, PARTS):
+        total += parts[i]
+    return total
+
+
 @triton.jit(do_not_specialize=["N"])
 def sum_kernel(
     parts_ptr,
@@ -270,18 +283,13 @@ def sum_kernel(
     wait_for_last(PDL)
     row = tl.program_id(0) * 32 + tl.arange(0, 32)
     token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (token < N)[None, :]
+    # Parts have the columns of tokens past the last; a mask would divide their loads.
+    is_row = (row < M)[:, None]
     source = parts_ptr + row.to(tl.int64)[:, None] * padded + token[None, :]
-    total = tl.zeros([32, BLOCK_N], tl.float32)
-    total_up = tl.zeros([32, BLOCK_N], tl.float32)
-    up = (tl.zeros([], tl.int64) + M) * padded
-    for _ in tl.static_range(PARTS):
-        total += tl.load(source, mask=mask, other=0.0)
-        if GATED:
-            total_up += tl.load(source + up, mask=mask, other=0.0)
-        source += size
+    total = _add_parts(source, is_row, size, PARTS)
     if GATED:
+        total_up = _add_parts(source + tl.cast(M, tl.int64) * padded, is_row, size, PARTS)
         values, scale = round_e4m3(clamped_swiglu(total, total_up, limit), 0)
         total = values.to(tl.float32) * scale[None, :]
     target = out_ptr + token.to(tl.int64)[None, :] * M + row[:, None]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=is_row & (token < N)[None, :])

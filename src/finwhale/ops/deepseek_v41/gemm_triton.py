@@ -52,7 +52,10 @@ MIN_ROWS = 4
 CHUNK = 1024
 MIN_PROGRAMS = 256
 # tile_kernel: a part of K has the first of these numbers of chunks that divides K.
+# K is not split if it has at most UNSPLIT_CHUNKS, and the weight at least MANY_ROWS.
 PART_CHUNKS = (8, 9, 10)
+UNSPLIT_CHUNKS = 20
+MANY_ROWS = 12288
 # Columns of a program.
 ROUND_BLOCK = 1024
 EXPAND_BLOCK = 256
@@ -144,7 +147,10 @@ class TilePlan:
     @staticmethod
     def of(p: GemmProblem) -> "TilePlan":
         """`chunks` does not depend on the number of tokens."""
-        all_chunks = triton.cdiv(p.weight.shape[2], 64)
+        groups, rows, width = p.weight.shape
+        all_chunks = triton.cdiv(width, 64)
+        if groups * rows >= MANY_ROWS and all_chunks <= UNSPLIT_CHUNKS:
+            return TilePlan(128, all_chunks, min(8, all_chunks), min(2, all_chunks), 8)
         even = (number for number in PART_CHUNKS if all_chunks % number == 0)
         chunks = next(even, min(PART_CHUNKS[0], all_chunks))
         held = 5 if p.x.shape[0] > 32 else 8  # three programs share a multiprocessor
