@@ -1,21 +1,31 @@
 """DeepSeek-V4.1 in the engine, on a CPU."""
 
 import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from tests.models.oracle import in_float64
 from tests.models.v41_reference import forward, text_config
 from tests.support.tiny_v41 import random_text, random_weights, tiny_config
+from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.cli.main import main
 from finwhale.demo import V41_PATH
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v41.engram_hash import compress_ids
+from finwhale.models.deepseek_v41.model import DeepseekV41
+from finwhale.ops.linear import LinearWeight
+from finwhale.ops.moe import ExpertWeight
+from finwhale.weights.tree import leaves
 
 BYTES = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
@@ -130,3 +140,30 @@ def test_sequences_run_together_in_the_least_cache() -> None:
         given = [{"prompt_token_ids": random_text(60, seed)} for seed in range(3)]
         llm.generate(given, params)
         assert llm.metrics().steps <= 12  # 8, a prefill, and what the engine runs ahead
+
+
+def test_gemms_of_a_library_are_run_ahead() -> None:
+    """Of each shape, with every number of rows for which cuBLAS may choose another kernel."""
+    model = first_rank(
+        LLM(V41_PATH, draft_tokens=5, max_model_len=300)._engine.executor
+    ).runner.model
+    assert isinstance(model, DeepseekV41)
+    ran: dict[torch.Size, list[int]] = defaultdict(list)
+
+    def watched(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def watching(x: Tensor, w: LinearWeight | ExpertWeight, *more: Any) -> Tensor:
+            ran[w.weight.shape if isinstance(w, LinearWeight) else w.w13.shape].append(len(x))
+            return run(x, w, *more)
+
+        return watching
+
+    names = "linear", "grouped_linear", "swiglu_mlp"
+    model.ops = replace(model.ops, **{name: watched(getattr(model.ops, name)) for name in names})
+    with torch.inference_mode():
+        model.run_library_gemms(9, 40)
+    found = [part for part in leaves(model.weights, LinearWeight) if isinstance(part, LinearWeight)]
+    shapes = {weight.weight.shape for weight in found}
+    assert ran.keys() == shapes | {model.weights.layers[0].ffn.shared_experts.w13.shape}
+    few, many = [1, 8, 9], [1, 8, 9, 16, 17, 24, 25, 32, 33, 40]
+    vocabulary = model.config.vocab_size  # rows of the LM head and of DSpark's Markov head
+    assert all(rows == (few if shape[0] == vocabulary else many) for shape, rows in ran.items())

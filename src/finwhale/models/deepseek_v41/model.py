@@ -40,6 +40,8 @@ from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import HashTensors
 from finwhale.ops.launch.sizes import ModelSizes
+from finwhale.ops.linear import LinearWeight
+from finwhale.weights.tree import leaves
 
 ALONE = Alone()
 
@@ -66,6 +68,7 @@ class DeepseekV41:
         assert ops.shared_entries is not None
         self.config, self.ops, self.shared, self.weights = config, ops, ops.shared_entries, weights
         self.published = Published()
+        self.first_mixes = torch.eye(1, config.hc_mult, device=weights.embed.device)
         self.compressed_ids: Tensor | None = None
         self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
         self.ranks.divided_tokens = sys.maxsize  # each rank computes all tokens
@@ -205,9 +208,7 @@ class DeepseekV41:
         """
         x = self.weights.embed.index_select(0, parts.inputs.token_ids)
         streams = x[:, None].expand(-1, self.config.hc_mult, -1)
-        pre = streams.new_zeros(streams.shape[:2], dtype=torch.float32)
-        pre[:, 0] = 1
-        state: LayerState = None, streams, pre
+        state: LayerState = None, streams, self.first_mixes.repeat(len(x), 1)
         recalled = None
         if any(layer.engram is not None for layer in layers):
             recalled = self._recalled(parts, cache)
@@ -271,21 +272,28 @@ class DeepseekV41:
         return list(found.values())
 
     def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
-        w = self.weights
-        plain = [(w.head, num_rows)]
-        if w.dspark is not None:
-            plain.append((w.dspark.markov_head, num_rows))
-        for layer in self._one_of_each():
-            own = layer.attn.weights
-            if own.index_proj is not None:
-                plain.append((own.index_proj, num_tokens))
-            if own.compressor is not None:
-                plain.append((own.compressor.wk, num_tokens))
-        for weight, most in plain:
-            width = weight.weight.shape[1]
-            x = torch.zeros(most, width, dtype=self.dtype, device=self.device)
-            for rows in library_gemm_rows(most):
-                self.ops.linear(x[:rows], weight)
+        w, parts = self.weights, [layer.weights for layer in self._one_of_each()]
+        found = leaves([w.dspark, w.head, parts], LinearWeight)
+        linears = [part for part in found if isinstance(part, LinearWeight)]
+        for weight in {(w.weight.shape, w.weight.dtype): w for w in linears}.values():
+            *groups, rows, width = weight.weight.shape
+            most = num_rows if rows == len(self.vocab_part) else num_tokens
+            x = torch.zeros(most, *groups, width, dtype=self.dtype, device=self.device)
+            run = self.ops.grouped_linear if groups else self.ops.linear
+            for count in _numbers_of_rows(most, weight.scale):
+                run(x[:count], weight)
+        shared, limit = w.layers[0].ffn.shared_experts, self.config.swiglu_limit
+        x = torch.zeros(num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        for count in _numbers_of_rows(num_tokens, shared.scale2):
+            self.ops.swiglu_mlp(x[:count], shared, limit)
 
     def without_collectives(self) -> AbstractContextManager[None]:
         return self.ranks.without_collectives()
+
+
+def _numbers_of_rows(most: int, scale: Tensor | None) -> list[int]:
+    """Those for which `run_library_gemms` runs a weight with this scale.
+
+    FP8 weights are expanded each time, so only a part of them: as many odd as even ones.
+    """
+    return library_gemm_rows(most)[:: 1 if scale is None else 15]
