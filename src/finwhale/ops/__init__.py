@@ -72,8 +72,8 @@ def _load_ops(platform: Platform, reference: bool, batch_invariant: bool, group:
         name = "reference"
     if batch_invariant and (name, group) not in (("nvidia_sm90", 128), ("cpu", 128), ("cpu", 32)):
         raise ResourceError(
-            "batch_invariant needs the operators for Hopper GPUs, or the CPU's with float32; "
-            "elsewhere the bits of a token depend on the batch"
+            "batch_invariant needs DeepSeek-V4's operators for Hopper GPUs, or the CPU's with "
+            "float32; elsewhere the bits of a token depend on the batch"
         )
     if name == "nvidia":
         logger.warning(
