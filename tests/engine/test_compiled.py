@@ -305,6 +305,7 @@ def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: P
     def of(config: EngineConfig) -> object:
         chosen = object.__new__(Decisions)
         chosen.config, chosen.model_config, chosen.sizes = config, model, engine.sizes
+        chosen.groups = ()
         chosen.capabilities = first_rank(engine.executor).runner.ops.capabilities
         return chosen.build_configuration(64)
 
