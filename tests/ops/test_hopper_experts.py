@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes
 from finwhale.models.deepseek_v4.presets import published
-from finwhale.ops.moe.experts_hopper import PLANS, _cut, launch_tokens
+from finwhale.ops.moe.experts_hopper import PLANS, HopperPlan, _options, launch_tokens
 from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS, LOADS, _down_tiles, _launches, _loads
 from finwhale.ops.moe.experts_hopper_parts import down_steps
 
@@ -16,7 +16,9 @@ def test_programs_share_all_rows() -> None:
     """No rest, whatever the width: tiles of rows come in pairs."""
     for rows in range(2, 130, 2):
         for groups, tiles in ((1, 1), (2, 1), (2, 4), (4, 2)):
-            found, steps, programs = _cut(rows, groups, tiles)
+            plan = HopperPlan(16, groups, (tiles, 4), (tiles, 4))
+            programs, options = _options(plan, rows, plan.gate_up)
+            found, steps = options["GROUPS"], options["TILES"]
             assert found * steps * programs == rows
             assert found <= groups and steps <= tiles and found >= min(2, groups)
 

@@ -50,11 +50,18 @@ from finwhale.ops.deepseek_v41.expand_triton import round_columns
 from finwhale.ops.deepseek_v41.gemm_triton import DEFAULT, GROUP, GemmOptions
 from finwhale.ops.launch import early_launch
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.gluon_functions import async_load, reinterpret, start_next, wait_for_last
+from finwhale.ops.launch.gluon_functions import reinterpret
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
 from finwhale.ops.moe import Dispatched, ExpertWeight
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_pairs
-from finwhale.ops.moe.experts_hopper_parts import barriers, ring, swiglu, to_odd
+from finwhale.ops.moe.experts_hopper_parts import after
+from finwhale.ops.moe.experts_hopper_program import (
+    hidden_values,
+    program_options,
+    run,
+    store_hidden,
+    store_out,
+)
 from finwhale.ops.rounding import MIN_AMAX
 
 TILE = 64  # rows
@@ -236,76 +243,6 @@ mul.rn.bf16x2 $3, d, $5;
 
 
 @gluon.jit
-def _load_weights(
-    descs, rings, slot, chunk, blocks, boxes, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr
-):
-    """Start to copy a block of each group's rows. The barrier also waits for `_load_rows`."""
-    x_desc, w_desc, factor_desc = descs
-    _, w_ring, factor_ring, full, _ = rings
-    height: gl.constexpr = x_desc.block_type.shape[0]
-    row: gl.constexpr = x_desc.block_type.shape[1] * 2
-    loads: gl.constexpr = factor_desc.block_type.shape[0]
-    size: gl.constexpr = GROUPS * 64 * (row // 4 + row // 64)
-    ready = full.index(slot)
-    for box in gl.static_range(BLOCK_N // height):
-        mbarrier.expect(ready, size + (box + 1) * height * row, pred=boxes == box + 1)
-    for group in gl.static_range(GROUPS):
-        weight_slot = slot * GROUPS + group
-        at = (chunk + group * blocks) * loads
-        async_load(w_desc, [at * 64, 0], ready, w_ring.index(weight_slot))
-        async_load(factor_desc, [at, 0], ready, factor_ring.index(weight_slot).slice(0, loads, 0))
-
-
-@gluon.jit
-def _load_rows(descs, rings, slot, k, first, boxes, BLOCK_N: gl.constexpr):
-    x_desc, _, _ = descs
-    x_ring, _, _, full, _ = rings
-    height: gl.constexpr = x_desc.block_type.shape[0]
-    columns: gl.constexpr = x_desc.block_type.shape[1]
-    for box in gl.static_range(BLOCK_N // height):
-        rows = x_ring.index(slot).slice(box * height, height, 0)
-        at = [first + box * height, k * columns]
-        async_load(x_desc, at, full.index(slot), rows, pred=box < boxes)
-
-
-@gluon.jit
-def _load(
-    load,
-    BLOCK_N: gl.constexpr,
-    TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Fill the ring: for each of TILES steps through the rows, all blocks.
-
-    The warp requests its first weights while the previous kernel still writes x. It loads only the
-    boxes of rows of x that `count` pairs need.
-    """
-    descs, rings, first, count, tile, blocks = load
-    height: gl.constexpr = descs[0].block_type.shape[0]
-    empty = rings[4]
-    boxes = gl.minimum((count + height - 1) // height, BLOCK_N // height)
-    ahead = gl.minimum(blocks, STAGES)
-    for k in range(ahead):
-        _load_weights(descs, rings, k, tile * blocks + k, blocks, boxes, BLOCK_N, GROUPS)
-    wait_for_last(PDL)
-    for k in range(ahead):
-        _load_rows(descs, rings, k, k, first, boxes, BLOCK_N)
-    slot = ahead % STAGES
-    phase = 1 - ahead // STAGES
-    for t in range(TILES):
-        # Do not use a variable that the first tile sets to 0: Triton loses variables that only
-        # loop bounds read.
-        for k in range(gl.where(t == 0, ahead, 0), blocks):
-            mbarrier.wait(empty.index(slot), phase)
-            chunk = (tile + t * GROUPS) * blocks + k
-            _load_weights(descs, rings, slot, chunk, blocks, boxes, BLOCK_N, GROUPS)
-            _load_rows(descs, rings, slot, k, first, boxes, BLOCK_N)
-            slot, phase = _after(slot, phase, STAGES)
-
-
-@gluon.jit
 def _step(
     total,
     rings,
@@ -322,7 +259,7 @@ def _step(
     With several blocks, a product runs while the next block is decoded, and the slot `before` is
     freed. With one, two products would need the same registers.
     """
-    x_ring, w_ring, factor_ring, full, empty = rings
+    x_ring, _, w_ring, factor_ring, full, empty = rings
     loads: gl.constexpr = w_ring.shape[1] // 64
     columns: gl.constexpr = x_ring.shape[2] // loads
     each: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -375,25 +312,15 @@ def _product(
     # The first step is not a part of the loop: the assembler (ptxas) would serialise all products.
     total = _step(total, rings, slot, phase, slot, WIDTH, GROUPS, GROUP, True)
     before = slot
-    slot, phase = _after(slot, phase, STAGES)
+    slot, phase = after(slot, phase, STAGES)
     for _ in range(1, steps):
         total = _step(total, rings, slot, phase, before, WIDTH, GROUPS, GROUP, False)
         before = slot
-        slot, phase = _after(slot, phase, STAGES)
-    if rings[1].shape[1] > 64:
+        slot, phase = after(slot, phase, STAGES)
+    if rings[2].shape[1] > 64:
         total = warpgroup_mma_wait(0, deps=[total])
-        _free(rings[4], before)
+        _free(rings[5], before)
     return total, slot, phase
-
-
-@gluon.jit
-def _after(slot, phase, STAGES: gl.constexpr):
-    """The ring's next slot, and its phase."""
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
-    return slot, phase
 
 
 @gluon.jit
@@ -403,43 +330,21 @@ def _store_hidden(total, hidden, first, end, tile):
     The rows of `total` alternate: eight of w1, then eight of w3.
     """
     hidden_ptr, order_ptr, weights_ptr, inner, limit, TOP, LEAST = hidden
-    result = swiglu(total, limit)
-    columns: gl.constexpr = total.shape[1]
-    # These warps have not waited for the previous kernel, so bypass L1, as in `_block`.
-    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
-    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0, cache_modifier=".cg")
-    result *= gl.expand_dims(gl.load(weights_ptr + pair, cache_modifier=".cg"), 0)
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     # Rounding to odd first changes nothing, and moves half as many bytes between threads.
-    result = gl.convert_layout(to_odd(result), layout).to(gl.float32)
+    result = hidden_values(total, order_ptr, weights_ptr, limit, first, end).to(gl.float32)
     amax = gl.maximum(gl.max(gl.abs(result), axis=0), LEAST)
     bits = ((amax * (1.0 / TOP)).to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 0)
     scale = gl.expand_dims(bits.to(gl.float32, bitcast=True), 0)
     result = (result * inverse).to(gl.float8e4nv).to(gl.float32) * scale
-    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
-    i = tile * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
-    target = hidden_ptr + gl.expand_dims(pair_row.to(gl.int64) * inner, 0) + gl.expand_dims(i, 1)
-    gl.store(target, result.to(gl.bfloat16), mask=gl.expand_dims(pair_row < end, 0))
-
-
-@gluon.jit
-def _store_out(total, out, first, end, tile):
-    """Store 64 output values of each pair, in the pair's row."""
-    out_ptr, order_ptr, width = out
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    result = gl.convert_layout(total.to(gl.bfloat16), layout)
-    pair_row = first + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
-    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0).to(gl.int64)
-    d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    target = out_ptr + gl.expand_dims(pair * width, 0) + gl.expand_dims(d, 1)
-    gl.store(target, result, mask=gl.expand_dims(pair_row < end, 0))
+    store_hidden(result, hidden_ptr, inner, first, end, tile)
 
 
 @gluon.jit
 def _tiles(
     work,
     STORE: gl.constexpr,
+    COLUMNS: gl.constexpr,
     WIDTH: gl.constexpr,
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
@@ -456,117 +361,16 @@ def _tiles(
 
 
 @gluon.constexpr_function
-def _height(loads):
-    """Rows of factors of a slot, which TMA needs to have 128 bytes: 64 of 8 or 16 bits each."""
-    return max(2, loads)
-
-
-@gluon.constexpr_function
-def _widths(block_n):
-    """(most pairs, columns) of the codes of a program for up to block_n pairs, ascending."""
-    if block_n <= 64:
-        return [(2**31 - 1, block_n)]
-    return [(32, 32), (64, 64), (2**31 - 1, block_n)]
+def _widths(columns, groups):
+    """(most pairs, columns) of the codes of a program for up to `columns` pairs, ascending."""
+    if columns <= 64:
+        return [(2**31 - 1, columns)]
+    return [(32, 32), (64, 64), (2**31 - 1, columns)]
 
 
 @gluon.jit
-def _group(
-    work,
-    STORE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    """The work of four warps: multiply their rows by the columns of the block's pairs."""
-    count = work[4] - work[3]
-    W: gl.constexpr = _widths(BLOCK_N)
-    for i in gl.static_range(len(W)):
-        if (count > (W[i - 1][0] if i > 0 else 0)) & (count <= W[i][0]):
-            _tiles(work, STORE, W[i][1], TILES, STAGES, GROUPS, GROUP)
-
-
-@gluon.jit
-def _run(
-    descs,
-    results,
-    expert_scale_ptr,
-    blocks_ptr,
-    tiles,
-    blocks,
-    STORE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """A program's tiles, of `tiles` of an expert, for a block of pairs.
-
-    The previous kernel does not write the pairs' blocks and order, and lets this one start only
-    after all kernels before it have ended. So both are read without a wait, bypassing L1.
-    """
-    start_next(PDL)
-    entry = blocks_ptr + gl.program_id(1) * 3
-    expert = gl.load(entry, cache_modifier=".cg")
-    first = gl.multiple_of(gl.load(entry + 1, cache_modifier=".cg"), 8)
-    end = gl.load(entry + 2, cache_modifier=".cg")
-    if expert >= 0:
-        x_desc, w_desc, factor_desc = descs
-        tile = gl.program_id(0) * GROUPS * TILES
-        x = ring(x_desc, STAGES, BLOCK_N)
-        w = ring(w_desc, STAGES * GROUPS, w_desc.block_type.shape[0])
-        factor = ring(factor_desc, STAGES * GROUPS, _height(factor_desc.block_type.shape[0]))
-        full, empty = barriers(STAGES, GROUPS)
-        rings = x, w, factor, full, empty
-        work = rings, results, expert_scale_ptr + expert * 2, first, end, tile, blocks
-        load = descs, rings, first, end - first, expert * tiles + tile, blocks
-        if GROUPS == 4:
-            gl.warp_specialize(
-                [
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 0)),
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 1)),
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 2)),
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 3)),
-                    (_load, (load, BLOCK_N, TILES, STAGES, GROUPS, PDL)),
-                ],
-                [4, 4, 4, 1],
-                [REGISTERS, REGISTERS, REGISTERS, 24],
-            )
-        elif GROUPS == 3:
-            gl.warp_specialize(
-                [
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 0)),
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 1)),
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 2)),
-                    (_load, (load, BLOCK_N, TILES, STAGES, GROUPS, PDL)),
-                ],
-                [4, 4, 1],
-                [REGISTERS, REGISTERS, 24],
-            )
-        elif GROUPS == 2:
-            gl.warp_specialize(
-                [
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 0)),
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 1)),
-                    (_load, (load, BLOCK_N, TILES, STAGES, GROUPS, PDL)),
-                ],
-                [4, 1],
-                [REGISTERS, 24],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 0)),
-                    (_load, (load, BLOCK_N, TILES, STAGES, GROUPS, PDL)),
-                ],
-                [1],
-                [24],
-            )
-    else:
-        wait_for_last(PDL)
+def _expert_scale(expert_scale_ptr, expert, tiles, tile):
+    return expert_scale_ptr + expert * 2
 
 
 @gluon.jit
@@ -584,7 +388,7 @@ def _gate_up_kernel(
     limit,
     TOP: gl.constexpr,
     LEAST: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    COLUMNS: gl.constexpr,
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -592,12 +396,12 @@ def _gate_up_kernel(
     PDL: gl.constexpr,
 ):
     """hidden[pair_row] = the rounded weight * clamped SwiGLU of w1 x and w3 x."""
-    descs = x_desc, w_desc, factor_desc
+    descs = x_desc, (), w_desc, factor_desc
     results = hidden_ptr, order_ptr, weights_ptr, I, limit, TOP, LEAST
     blocks = D // x_desc.block_type.shape[1]
     # fmt: off
-    _run(descs, results, expert_scale_ptr, blocks_ptr, I // 32, blocks, _store_hidden, BLOCK_N,
-         TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, results, expert_scale_ptr, blocks_ptr, I // 32, blocks, _expert_scale, _tiles,
+        _widths, _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 
@@ -612,7 +416,7 @@ def _down_kernel(
     out_ptr,
     D,
     I,  # noqa: E741
-    BLOCK_N: gl.constexpr,
+    COLUMNS: gl.constexpr,
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -620,11 +424,11 @@ def _down_kernel(
     PDL: gl.constexpr,
 ):
     """out[pair] = w2 hidden."""
-    descs = x_desc, w_desc, factor_desc
+    descs = x_desc, (), w_desc, factor_desc
     blocks = I // x_desc.block_type.shape[1]
     # fmt: off
-    _run(descs, (out_ptr, order_ptr, D), expert_scale_ptr + 1, blocks_ptr, D // 64, blocks,
-         _store_out, BLOCK_N, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, (out_ptr, order_ptr, D), expert_scale_ptr + 1, blocks_ptr, D // 64, blocks,
+        _expert_scale, _tiles, _widths, store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 
@@ -771,15 +575,5 @@ def _options(block_rows: int, tiles: int, cut: tuple[int, int, int]) -> tuple[in
     """The number of programs that share an expert's tiles of rows, and the launch's options."""
     most, steps, stages = cut
     groups = next(groups for groups in range(most, 0, -1) if tiles % groups == 0)
-    steps = math.gcd(steps, tiles // groups)
-    registers, at_launch = (REGISTERS if block_rows > 32 else FEW_REGISTERS)[groups]
-    return tiles // (groups * steps), {
-        "BLOCK_N": block_rows,
-        "TILES": steps,
-        "STAGES": stages,
-        "GROUPS": groups,
-        "REGISTERS": registers,
-        "maxnreg": at_launch,
-        "num_warps": 4,
-        **launch_options(early=True),
-    }
+    registers = REGISTERS if block_rows > 32 else FEW_REGISTERS
+    return program_options(tiles, groups, (steps, stages), block_rows, registers)

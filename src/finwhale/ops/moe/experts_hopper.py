@@ -9,12 +9,11 @@ the clamped SwiGLU and the routing weights. Few tokens need no order and have th
 (experts_hopper_few.py). The weights of an expert are read once per block of its pairs. Blocks
 without pairs return at once, so the host need not know each expert's tokens.
 
-A program of a GEMM has one, two or four groups of four warps, each with 64 rows of weights, and a
-warp that fills a ring of tiles through TMA. It loads the first weights while the previous kernel
-still rounds x, because it knows the expert already. Weights go from the ring to registers, are
-decoded there to E4M3 (exactly), and enter the tensor cores from registers. The tensor cores sum
-over 128 values. These sums, times the activations' scales, are added in float32, in the same order
-for every N.
+experts_hopper_program.py has the programs of both GEMMs. A program loads its first weights while
+the previous kernel still rounds x, because it knows the expert already. Weights go from the ring to
+registers, are decoded there to E4M3 (exactly), and enter the tensor cores from registers. The
+tensor cores sum over 128 values. These sums, times the activations' scales, are added in float32,
+in the same order for every N.
 
 Floors: E' (3 I D / 2 + 3 I D / 32) bytes for E' different experts take, at 4.39 TB/s, 18 us for one
 token of Flash and 750 us for 128. 6 I D operations per pair take 1742 us for 8192 tokens at 1.42
@@ -24,6 +23,7 @@ PFLOP/s.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,100 +37,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.gluon_functions import async_load, reinterpret, start_next, wait_for_last
+from finwhale.ops.launch.gluon_functions import reinterpret
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
 from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_few
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS
 from finwhale.ops.moe.experts_hopper_parts import (
     WORDS,
-    barriers,
+    after,
     decode,
     down_steps,
     mma,
-    ring,
-    swiglu,
-    to_odd,
     weight_descriptors,
+)
+from finwhale.ops.moe.experts_hopper_program import (
+    hidden_values,
+    program_options,
+    run,
+    store_hidden,
+    store_out,
 )
 from finwhale.ops.moe.experts_layout import TiledExperts, check_inputs
 from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, round_tokens
-
-
-@gluon.jit
-def _load(
-    load,
-    COLUMNS: gl.constexpr,
-    TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Fill the ring: for each of TILES steps through the rows, all blocks of 128 columns.
-
-    The warp requests its first weights while the previous kernel still writes x. It loads only the
-    boxes of rows of x that `count` pairs need.
-    """
-    descs, rings, first, count, tile, blocks = load
-    height: gl.constexpr = descs[0].block_type.shape[0]
-    empty = rings[5]
-    boxes = gl.minimum((count + height - 1) // height, COLUMNS // height)
-    ahead = gl.minimum(blocks, STAGES)
-    for k in range(ahead):
-        _load_weights(descs, rings, k, tile * blocks + k, blocks, boxes, COLUMNS, GROUPS)
-    wait_for_last(PDL)
-    for k in range(ahead):
-        _load_rows(descs, rings, k, k, first, boxes, COLUMNS)
-    slot = ahead % STAGES
-    phase = 1 - ahead // STAGES
-    for t in range(TILES):
-        # Do not use a variable that the first tile sets to 0: Triton loses variables that only
-        # loop bounds read.
-        for k in range(gl.where(t == 0, ahead, 0), blocks):
-            mbarrier.wait(empty.index(slot), phase)
-            chunk = (tile + t * GROUPS) * blocks + k
-            _load_weights(descs, rings, slot, chunk, blocks, boxes, COLUMNS, GROUPS)
-            _load_rows(descs, rings, slot, k, first, boxes, COLUMNS)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
-
-
-@gluon.jit
-def _load_weights(
-    descs, rings, slot, chunk, blocks, boxes, COLUMNS: gl.constexpr, GROUPS: gl.constexpr
-):
-    """Start to copy 128 columns of each group's rows of weights to shared memory.
-
-    The barrier waits for these bytes and for those that `_load_rows` copies.
-    """
-    x_desc, scale_desc, w_desc, exponent_bits_desc = descs
-    _, _, w_ring, exponent_bits_ring, full, _ = rings
-    height: gl.constexpr = x_desc.block_type.shape[0]
-    size: gl.constexpr = scale_desc.block_type.shape[1] * 4 + GROUPS * (64 * 64 + 64 * 4)
-    ready = full.index(slot)
-    for box in gl.static_range(COLUMNS // height):
-        mbarrier.expect(ready, size + (box + 1) * height * 128, pred=boxes == box + 1)
-    for group in gl.static_range(GROUPS):
-        weight_slot = slot * GROUPS + group
-        at = chunk + group * blocks
-        async_load(w_desc, [at * 64, 0], ready, w_ring.index(weight_slot))
-        async_load(exponent_bits_desc, [at, 0], ready, exponent_bits_ring.index(weight_slot))
-
-
-@gluon.jit
-def _load_rows(descs, rings, slot, k, first, boxes, COLUMNS: gl.constexpr):
-    x_desc, scale_desc, _, _ = descs
-    x_ring, scale_ring, _, _, full, _ = rings
-    height: gl.constexpr = x_desc.block_type.shape[0]
-    ready = full.index(slot)
-    for box in gl.static_range(COLUMNS // height):
-        rows = x_ring.index(slot).slice(box * height, height, 0)
-        at = [first + box * height, k * 128]
-        async_load(x_desc, at, ready, rows, pred=box < boxes)
-    async_load(scale_desc, [k, first], ready, scale_ring.index(slot))
 
 
 @gluon.jit
@@ -203,7 +131,7 @@ def _multiply(
     Also returns the ring's next slot and phase. The tensor cores sum over 128 values; these sums
     are added in float32.
     """
-    x_ring, scale_ring, w_ring, exponent_bits_ring, full, empty = rings
+    x_ring, scale_rings, w_ring, exponent_bits_ring, full, empty = rings
     PARTS: gl.constexpr = _parts(WIDTH, GROUPS)
     operand: gl.constexpr = gl.DotOperandLayout(0, mma(PARTS[0][1]), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -216,7 +144,7 @@ def _multiply(
         exponent_bits = reinterpret(exponent_bits_ring.index(weight_slot), gl.int32, [64], plain)
         a = decode(w_ring.index(weight_slot), exponent_bits, operand)
         x = x_ring.index(slot)
-        scale = reinterpret(scale_ring.index(slot), gl.float32, [max(COLUMNS, 32)], plain)
+        scale = reinterpret(scale_rings[0].index(slot), gl.float32, [max(COLUMNS, 32)], plain)
         added = ()
         for p in gl.static_range(len(PARTS)):
             # fmt: off
@@ -229,53 +157,27 @@ def _multiply(
         # copy that refills this slot overtook some of them on an H200, in rare cases.
         fence_async_shared()
         mbarrier.arrive(empty.index(slot), count=1)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = after(slot, phase, STAGES)
     return totals, slot, phase
 
 
 @gluon.jit
-def _store_hidden(total, hidden, row_scale_ptr, first, end, row, limit):
-    """Store 32 hidden values of each pair, times its routing weight.
-
-    The rows of `total` alternate: eight of w1, then eight of w3.
-    """
-    hidden_ptr, order_ptr, weights_ptr, inner = hidden
-    MMA: gl.constexpr = total.type.layout
-    columns: gl.constexpr = total.shape[1]
-    row_scale = gl.load(row_scale_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
-    total *= gl.expand_dims(row_scale, 1)
-    result = swiglu(total, limit)
-    # These warps have not waited for the previous kernel, so bypass L1, as in `_block`.
-    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
-    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0, cache_modifier=".cg")
-    weight = gl.load(weights_ptr + pair, cache_modifier=".cg")
-    result *= gl.expand_dims(weight, 0)
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
-    result = gl.convert_layout(to_odd(result), layout)
-    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
-    i = row * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
-    target = hidden_ptr + gl.expand_dims(pair_row.to(gl.int64) * inner, 0) + gl.expand_dims(i, 1)
-    gl.store(target, result, mask=gl.expand_dims(pair_row < end, 0))
+def _scaled(total, row_scale_ptr):
+    row_scale = gl.load(row_scale_ptr + gl.arange(0, 64, gl.SliceLayout(1, total.type.layout)))
+    return total * gl.expand_dims(row_scale, 1)
 
 
 @gluon.jit
-def _store_out(total, out, row_scale_ptr, first, end, row, limit):
-    """Store 64 output values of each pair, in the pair's row."""
-    out_ptr, order_ptr, width = out
-    MMA: gl.constexpr = total.type.layout
-    columns: gl.constexpr = total.shape[1]
-    row_scale = gl.load(row_scale_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
-    total *= gl.expand_dims(row_scale, 1)
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    result = gl.convert_layout(total.to(gl.bfloat16), layout)
-    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
-    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0).to(gl.int64)
-    d = row * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    target = out_ptr + gl.expand_dims(pair * width, 0) + gl.expand_dims(d, 1)
-    gl.store(target, result, mask=gl.expand_dims(pair_row < end, 0))
+def _store_hidden(total, hidden, row_scale_ptr, first, end, row):
+    hidden_ptr, order_ptr, weights_ptr, inner, limit = hidden
+    total = _scaled(total, row_scale_ptr)
+    result = hidden_values(total, order_ptr, weights_ptr, limit, first, end)
+    store_hidden(result, hidden_ptr, inner, first, end, row)
+
+
+@gluon.jit
+def _store_out(total, out, row_scale_ptr, first, end, row):
+    store_out(_scaled(total, row_scale_ptr), out, first, end, row)
 
 
 @gluon.jit
@@ -287,14 +189,7 @@ def _opaque(x):
 
 @gluon.jit
 def _columns(
-    rings,
-    results,
-    row_scale_ptr,
-    first,
-    end,
-    row,
-    blocks,
-    limit,
+    work,
     STORE: gl.constexpr,
     COLUMNS: gl.constexpr,
     WIDTH: gl.constexpr,
@@ -303,6 +198,8 @@ def _columns(
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
+    """A group's tiles, times WIDTH columns."""
+    rings, results, row_scale_ptr, first, end, row, blocks = work
     slot = 0
     phase = 0
     for t in range(TILES):
@@ -316,7 +213,7 @@ def _columns(
         PARTS: gl.constexpr = _parts(WIDTH, GROUPS)
         for p in gl.static_range(len(PARTS)):
             start = first + PARTS[p][0]
-            STORE(totals[p], results, tile_row_scale_ptr, start, end, row + step, limit)
+            STORE(totals[p], results, tile_row_scale_ptr, start, end, row + step)
 
 
 @gluon.constexpr_function
@@ -328,107 +225,8 @@ def _codes(columns, groups):
 
 
 @gluon.jit
-def _group(
-    work,
-    STORE: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    """The work of four warps: multiply their rows by the columns of the block's pairs."""
-    rings, results, row_scale_ptr, first, end, row, blocks, limit = work
-    count = end - first
-    CODES: gl.constexpr = _codes(COLUMNS, GROUPS)
-    # fmt: off
-    for i in gl.static_range(len(CODES)):
-        if (count > (CODES[i - 1][0] if i > 0 else 0)) & (count <= CODES[i][0]):
-            _columns(rings, results, row_scale_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                     CODES[i][1], TILES, STAGES, GROUPS, GROUP)
-    # fmt: on
-
-
-@gluon.jit
-def _rings(descs, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    x_desc, scale_desc, w_desc, exponent_bits_desc = descs
-    x = ring(x_desc, STAGES, COLUMNS)
-    scale = ring(scale_desc, STAGES, 1)
-    w = ring(w_desc, STAGES * GROUPS, 64)
-    exponent_bits = ring(exponent_bits_desc, STAGES * GROUPS, 1)
-    full, empty = barriers(STAGES, GROUPS)
-    return x, scale, w, exponent_bits, full, empty
-
-
-@gluon.jit
-def _run(
-    descs,
-    results,
-    row_scale_ptr,
-    block,
-    tiles,
-    blocks,
-    limit,
-    STORE: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    TILES: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    first, end, expert = block
-    row = gl.program_id(0) * GROUPS * TILES
-    tile = expert * tiles + row
-    row_scale_ptr += tile * 64
-    rings = _rings(descs, COLUMNS, STAGES, GROUPS)
-    work = rings, results, row_scale_ptr, first, end, row, blocks, limit
-    load = descs, rings, first, end - first, tile, blocks
-    if GROUPS == 4:
-        gl.warp_specialize(
-            [
-                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
-                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 1)),
-                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 2)),
-                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 3)),
-                (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
-        )
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
-                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 1)),
-                (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
-                (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
-            ],
-            [1],
-            [24],
-        )
-
-
-@gluon.jit
-def _block(blocks_ptr):
-    """Load (expert, first pair, end) of this program, without a wait for the previous kernel.
-
-    The previous kernel does not write the blocks, and lets this kernel start only after all kernels
-    before it have ended. The loads bypass L1, because those kernels' writes are in L2.
-    """
-    entry = blocks_ptr + gl.program_id(1) * 3
-    expert = gl.load(entry, cache_modifier=".cg")
-    first = gl.load(entry + 1, cache_modifier=".cg")
-    end = gl.load(entry + 2, cache_modifier=".cg")
-    return expert, first, end
+def _row_scales(row_scale_ptr, expert, tiles, row):
+    return row_scale_ptr + (expert * tiles + row) * 64
 
 
 @gluon.jit
@@ -453,18 +251,12 @@ def _gate_up_kernel(
     PDL: gl.constexpr,
 ):
     """hidden[pair_row] = weight * the clamped SwiGLU of w1 x and w3 x, for a block of pairs."""
-    start_next(PDL)
-    expert, first, end = _block(blocks_ptr)
-    if expert >= 0:
-        descs = x_desc, scale_desc, w_desc, exponent_bits_desc
-        results = hidden_ptr, order_ptr, weights_ptr, I
-        block = gl.multiple_of(first, 8), end, expert
-        # fmt: off
-        _run(descs, results, row_scale_ptr, block, I // 32, D // 128, limit, _store_hidden,
-             COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
-        # fmt: on
-    else:
-        wait_for_last(PDL)
+    descs = x_desc, (scale_desc,), w_desc, exponent_bits_desc
+    results = hidden_ptr, order_ptr, weights_ptr, I, limit
+    # fmt: off
+    run(descs, results, row_scale_ptr, blocks_ptr, I // 32, D // 128, _row_scales, _columns,
+        _codes, _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    # fmt: on
 
 
 @gluon.jit
@@ -487,17 +279,11 @@ def _down_kernel(
     PDL: gl.constexpr,
 ):
     """out[pair] = w2 hidden for a block of pairs."""
-    start_next(PDL)
-    expert, first, end = _block(blocks_ptr)
-    if expert >= 0:
-        descs = x_desc, scale_desc, w_desc, exponent_bits_desc
-        block = gl.multiple_of(first, 8), end, expert
-        # fmt: off
-        _run(descs, (out_ptr, order_ptr, D), row_scale_ptr, block, D // 64, I // 128, 0.0,
-             _store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
-        # fmt: on
-    else:
-        wait_for_last(PDL)
+    descs = x_desc, (scale_desc,), w_desc, exponent_bits_desc
+    # fmt: off
+    run(descs, (out_ptr, order_ptr, D), row_scale_ptr, blocks_ptr, D // 64, I // 128, _row_scales,
+        _columns, _codes, _store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    # fmt: on
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -530,6 +316,10 @@ PLANS = (
     (104, HopperPlan(128, 4, (2, 4), (2, 4))),
     (math.inf, HopperPlan(256, 2, (1, 4), (4, 4))),
 )
+# See `program_options`. With one group and 64 at launch, the first group gets 104, and four
+# programs share a multiprocessor. With 128 at launch only two do, which takes a fifth longer for 30
+# to 50 pairs per expert.
+REGISTERS = {1: (80, 64), 2: (232, 168), 4: (112, 96)}
 
 
 def plan(num_pairs: int, num_experts: int) -> HopperPlan:
@@ -601,21 +391,20 @@ def launch(
     width, inner = x.shape[1], w.w2.shape[2] * 2
     hidden = torch.empty((len(x), inner), dtype=torch.bfloat16, device=x_ND.device)
     w13, exponent_bits13, row_scale13 = w.gate_up()
-    groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
+    programs, options = _options(plan, inner // 32, plan.gate_up)
     _gate_up_kernel[(programs, len(pairs.blocks))](
         *_descriptors(x, x_scale, w13, exponent_bits13, plan.block_rows),
         *(pairs.order, pairs.blocks, row_scale13, weights_NK, hidden, width, inner, limit),
-        **_options(plan.block_rows, groups, tiles, plan.gate_up[1]),
-        **launch_options(early=True),
+        **options,
     )
     hidden, hidden_scale = round_hidden(hidden, pairs, early_launch=True)
     w2, exponent_bits2, row_scale2 = w.down()
-    groups, tiles, programs = _cut(width // 64, plan.groups, down_steps(plan.down[0], inner))
+    cut = down_steps(plan.down[0], inner), plan.down[1]
+    programs, options = _options(plan, width // 64, cut)
     _down_kernel[(programs, len(pairs.blocks))](
         *_descriptors(hidden, hidden_scale, w2, exponent_bits2, plan.block_rows),
         *(pairs.order, pairs.blocks, row_scale2, each_NKD, width, inner),
-        **_options(plan.block_rows, groups, tiles, plan.down[1]),
-        **launch_options(early=True),
+        **options,
     )
 
 
@@ -632,31 +421,6 @@ def _descriptors(
     )
 
 
-def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, int]:
-    """Launch options. They set the registers per thread: at launch (maxnreg), and after the start.
-
-    REGISTERS are for each group of warps except the first, the loader gets 24, and the first group
-    gets the rest. With one group and 64 at launch, the first group gets 104, and four programs
-    share a multiprocessor. With 128 at launch only two do, which takes a fifth longer for 30 to 50
-    pairs per expert.
-    """
-    registers, at_launch = {1: (80, 64), 2: (232, 168), 4: (112, 96)}[groups]
-    return {
-        "num_warps": 4,
-        "maxnreg": at_launch,
-        "REGISTERS": registers,
-        "COLUMNS": columns,
-        "GROUPS": groups,
-        "TILES": tiles,
-        "STAGES": stages,
-    }
-
-
-def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
-    """(groups of a program, its steps, programs), whose product is the number of tiles of rows.
-
-    `groups` and `tiles` are upper bounds.
-    """
-    groups = math.gcd(groups, rows)
-    tiles = math.gcd(tiles, rows // groups)
-    return groups, tiles, rows // (groups * tiles)
+def _options(plan: HopperPlan, tiles: int, cut: tuple[int, int]) -> tuple[int, dict[str, Any]]:
+    groups = math.gcd(plan.groups, tiles)
+    return program_options(tiles, groups, cut, plan.block_rows, REGISTERS)

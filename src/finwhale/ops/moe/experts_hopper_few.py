@@ -38,7 +38,14 @@ from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.gluon_functions import async_load, reinterpret, start_next, wait_for_last
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
-from finwhale.ops.moe.experts_hopper_parts import decode, mma, ring, swiglu, weight_descriptors
+from finwhale.ops.moe.experts_hopper_parts import (
+    after,
+    decode,
+    mma,
+    ring,
+    swiglu,
+    weight_descriptors,
+)
 from finwhale.ops.moe.experts_layout import TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 
@@ -167,16 +174,6 @@ def _multiply(total, rings, slot, row, k, LOAD: gl.constexpr):
 
 
 @gluon.jit
-def _after(slot, phase, STAGES: gl.constexpr):
-    """The ring's next slot, and its phase."""
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
-    return slot, phase
-
-
-@gluon.jit
 def _start(weights, STAGES: gl.constexpr, LOAD: gl.constexpr):
     """Allocate a program's ring and the part of its row that it holds, and start its first loads.
 
@@ -243,7 +240,7 @@ def _tiles(
                 _barrier()
                 _request(weights, rings, n + STAGES, slot, LOAD)
                 n += 1
-                slot, phase = _after(slot, phase, STAGES)
+                slot, phase = after(slot, phase, STAGES)
         STORE(total * gl.expand_dims(row_scale, 1), result, i)
         row_scale = next_row_scale
 

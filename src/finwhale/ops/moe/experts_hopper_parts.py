@@ -120,6 +120,16 @@ def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     return full, empty
 
 
+@gluon.jit
+def after(slot, phase, STAGES: gl.constexpr):
+    """The ring's next slot, and its phase."""
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
 def weight_descriptors(
     w: Tensor, exponent_bits: Tensor, blocks: int = 1
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
