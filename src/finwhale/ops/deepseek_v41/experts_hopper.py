@@ -398,10 +398,9 @@ def _gate_up_kernel(
     """hidden[pair_row] = the rounded weight * clamped SwiGLU of w1 x and w3 x."""
     descs = x_desc, (), w_desc, factor_desc
     results = hidden_ptr, order_ptr, weights_ptr, I, limit, TOP, LEAST
-    blocks = D // x_desc.block_type.shape[1]
     # fmt: off
-    run(descs, results, expert_scale_ptr, blocks_ptr, I // 32, blocks, _expert_scale, _tiles,
-        _widths, _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, results, expert_scale_ptr, blocks_ptr, I, D, 32, _expert_scale, _tiles, _widths,
+        _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 
@@ -425,10 +424,9 @@ def _down_kernel(
 ):
     """out[pair] = w2 hidden."""
     descs = x_desc, (), w_desc, factor_desc
-    blocks = I // x_desc.block_type.shape[1]
     # fmt: off
-    run(descs, (out_ptr, order_ptr, D), expert_scale_ptr + 1, blocks_ptr, D // 64, blocks,
-        _expert_scale, _tiles, _widths, store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, (out_ptr, order_ptr, D), expert_scale_ptr + 1, blocks_ptr, D, I, 64, _expert_scale,
+        _tiles, _widths, store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 

@@ -499,41 +499,15 @@ def _select(
     early_launch: bool,
     num_warps: int,
 ) -> None:
-    """Select from rows of any length. `select_topk_long` has too few maxima for 2,048 blocks."""
+    """Select from rows of any length."""
     tokens, table = rows
+    given = tokens, table, first, topk, most, ratio, early_launch
     # One of the scores of blocks is so high that the search in a short row would be slow.
     is_short = most <= topk_triton.BLOCK and topk <= long_rows.MOST_TOPK
     if is_short or most <= topk:
-        topk_triton.select_topk(scores, out, tokens, table, first, topk, most, ratio, early_launch)
-        return
-    if topk <= long_rows.MOST_TOPK:
-        long_rows.select_topk_long(
-            *(scores, maxima, out, tokens, table, first, topk, most, ratio, early_launch),
-            num_warps=num_warps,
-        )
-        return
-    tile, count = long_rows.TILE, triton.next_power_of_2(topk)
-    room = (1 if most <= tile else 2) * tile + long_rows.COUNT_ROOM.value
-    candidates = out.new_empty((len(scores), room), dtype=torch.int64)
-    groups = out.new_empty((len(scores), triton.cdiv(most, 16 * BLOCK) * 16))
-    copy = scores.new_empty((len(scores), tile))
-    long_rows._select_long_kernel[(len(scores),)](
-        *(scores, maxima, out, candidates, groups, copy),
-        *(tokens.positions, tokens.sequence, table.pages, table.first, first, topk, out.shape[1]),
-        *(scores.stride(0), maxima.stride(0), out.stride(0), candidates.stride(0)),
-        *(groups.stride(0), table.pages.stride(0)),
-        RATIO=ratio,
-        ROWS_PER_PAGE=table.rows_per_page,
-        GROUP=BLOCK,
-        TILE=tile,
-        MAXIMA=2 * count,
-        SIZE=long_rows.MOST_CANDIDATES * count,
-        SMALL=BLOCK * count,
-        BLOCK=long_rows.BLOCK,
-        BLOCK_K=triton.next_power_of_2(out.shape[1]),
-        num_warps=num_warps,
-        **launch_options(early_launch),
-    )
+        topk_triton.select_topk(scores, out, *given)
+    else:
+        long_rows.select_topk_long(scores, maxima, out, *given, num_warps=num_warps)
 
 
 def select_shared(

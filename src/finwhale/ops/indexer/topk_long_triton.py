@@ -544,12 +544,12 @@ def select_topk_long(
     *,
     num_warps: int = NUM_WARPS,
 ) -> None:
-    """Like topk_triton.select_topk, for rows of any length and a topk of at most MOST_TOPK.
+    """Like topk_triton.select_topk, for rows of any length. More than MOST_TOPK need more maxima.
 
     maxima [n,G] int32: the largest key of every GROUP adjacent entries that a token sees. A row of
     them has a multiple of 16 values.
     """
-    num_rows, size = scores_NE.shape[0], max(32, MOST_CANDIDATES * triton.next_power_of_2(topk))
+    num_rows, count = scores_NE.shape[0], triton.next_power_of_2(topk)
     room = _candidate_room(max_entries)
     candidates = out_NK.new_empty((num_rows, room + COUNT_ROOM.value), dtype=torch.int64)
     groups, copy = out_NK, scores_NE
@@ -566,9 +566,9 @@ def select_topk_long(
         ROWS_PER_PAGE=table.rows_per_page,
         GROUP=GROUP,
         TILE=TILE,
-        MAXIMA=MAXIMA,
-        SIZE=size,
-        SMALL=GROUP * triton.next_power_of_2(topk),
+        MAXIMA=max(MAXIMA, 2 * count),
+        SIZE=max(32, MOST_CANDIDATES * count),
+        SMALL=GROUP * count,
         BLOCK=min(BLOCK, TILE),
         BLOCK_K=triton.next_power_of_2(out_NK.shape[1]),
         num_warps=num_warps,

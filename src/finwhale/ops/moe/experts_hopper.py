@@ -254,8 +254,8 @@ def _gate_up_kernel(
     descs = x_desc, (scale_desc,), w_desc, exponent_bits_desc
     results = hidden_ptr, order_ptr, weights_ptr, I, limit
     # fmt: off
-    run(descs, results, row_scale_ptr, blocks_ptr, I // 32, D // 128, _row_scales, _columns,
-        _codes, _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, results, row_scale_ptr, blocks_ptr, I, D, 32, _row_scales, _columns, _codes,
+        _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 
@@ -281,8 +281,8 @@ def _down_kernel(
     """out[pair] = w2 hidden for a block of pairs."""
     descs = x_desc, (scale_desc,), w_desc, exponent_bits_desc
     # fmt: off
-    run(descs, (out_ptr, order_ptr, D), row_scale_ptr, blocks_ptr, D // 64, I // 128, _row_scales,
-        _columns, _codes, _store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, (out_ptr, order_ptr, D), row_scale_ptr, blocks_ptr, D, I, 64, _row_scales, _columns,
+        _codes, _store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 

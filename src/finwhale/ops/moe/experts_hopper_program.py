@@ -138,8 +138,9 @@ def run(
     results,
     scale_ptr,
     blocks_ptr,
-    tiles,
-    blocks,
+    rows,
+    columns,
+    TILE_ROWS: gl.constexpr,
     SCALE_OF: gl.constexpr,
     MULTIPLY: gl.constexpr,
     WIDTHS: gl.constexpr,
@@ -151,7 +152,7 @@ def run(
     REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A program's tiles, of `tiles` of an expert, for a block of pairs.
+    """A program's tiles of an expert, for a block of pairs.
 
     The previous kernel does not write the pairs' blocks and order, and lets this one start only
     after all kernels before it have ended. So both are read without a wait. The loads bypass L1,
@@ -160,7 +161,7 @@ def run(
     Args:
         descs: of x, a tuple of one for the scales of x or none, the weights, and their factors.
         results: what STORE needs.
-        blocks: blocks of columns.
+        rows, columns: of an expert's weight, in tiles of TILE_ROWS rows of the result.
         SCALE_OF: (scale_ptr, expert, tiles, the program's first) -> its scales.
         MULTIPLY: computes and stores a group's tiles: (work, STORE, COLUMNS, width, TILES, STAGES,
             GROUPS, GROUP), where work is (rings, results, scales, first pair, end, tile, blocks).
@@ -173,6 +174,8 @@ def run(
     end = gl.load(entry + 2, cache_modifier=".cg")
     if expert >= 0:
         first = gl.multiple_of(first, 8)
+        tiles = rows // TILE_ROWS
+        blocks = columns // descs[0].block_type.shape[1]
         row = gl.program_id(0) * GROUPS * TILES
         scale_ptr = SCALE_OF(scale_ptr, expert, tiles, row)
         x_desc, scale_descs, w_desc, factor_desc = descs
