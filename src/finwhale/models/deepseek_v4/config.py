@@ -3,19 +3,15 @@
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from finwhale.errors import CheckpointError, FinwhaleError
+from finwhale.errors import FinwhaleError
 from finwhale.models.config_checks import (
-    check_experts,
-    check_fixed,
-    check_heads,
     check_multiple,
     check_positive,
-    check_token_ids,
     require,
     shown,
 )
-from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
-from finwhale.models.rope_config import YarnScaling
+from finwhale.models.deepseek_config import DeepseekConfig
+from finwhale.models.dspark_config import NUM_STAGES
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_TYPE = "deepseek_v4"
@@ -38,58 +34,23 @@ _OWN_CHECK = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepseekV4Config:
-    """Sizes and constants of one model, under the checkpoint's names (a protocol.ModelConfig).
+class DeepseekV4Config(DeepseekConfig):
+    """DeepSeek-V4's configuration.
 
     Attributes:
         compress_ratios: 0, 4 or 128 for each layer, then 0 for each layer of the draft head.
         num_hash_layers: number of first layers that route by token id (tid2eid), not by score.
-        rope_scaling: YaRN for the layers with a ratio; None: these layers use plain rope too.
         num_nextn_predict_layers: number of loaded MTP layers; 0 unless draft_head is "mtp".
-        draft_head: the checkpoint's draft head.
-        dspark: the sizes of a DSpark draft head; None unless draft_head is "dspark".
-        quantised: False if no weight is quantised, as in checkpoints that transformers writes.
+        draft_head: the checkpoint's draft head; "dspark" if and only if `dspark` is not None.
         expert_dtype, scale_format: stored formats of routed experts and FP8 scales, if quantised.
 
     Raises:
         CheckpointError: a value is out of range or does not fit another one.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    o_lora_rank: int
-    o_groups: int
-    sliding_window: int
-    compress_ratios: tuple[int, ...]
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    routed_scaling_factor: float
     num_hash_layers: int
-    swiglu_limit: float
-    rope_theta: float
-    compress_rope_theta: float
-    max_position_embeddings: int
-    n_shared_experts: int = 1
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
-    rms_norm_eps: float = 1e-6
-    rope_scaling: YarnScaling | None = None
     num_nextn_predict_layers: int = 0
     draft_head: DraftHead | None = None
-    dspark: DsparkConfig | None = None
-    bos_token_id: int = 0
-    eos_token_ids: tuple[int, ...] = (1,)
-    quantised: bool = True
     expert_dtype: ExpertDtype = "fp4"
     scale_format: ScaleFormat = "ue8m0"
     weight_block_size: tuple[int, int] = (128, 128)
@@ -135,12 +96,7 @@ class DeepseekV4Config:
             self.dspark.check(layers, self.vocab_size)
 
     def _check_sizes(self) -> None:
-        widths = {"head_dim": self.head_dim, "index_head_dim": self.index_head_dim}
-        check_heads(self.num_attention_heads, self.o_groups, self.qk_rope_head_dim, widths)
-        check_experts(self.num_experts_per_tok, self.n_routed_experts, self.stage_experts)
-        check_token_ids(self.bos_token_id, self.eos_token_ids, self.vocab_size)
-        for name, fixed in (("n_shared_experts", 1), ("hc_mult", 4)):
-            check_fixed(name, getattr(self, name), fixed)
+        self._check_common_sizes()
         if self.quantised and self.expert_dtype == "fp4":
             for name in ("hidden_size", "moe_intermediate_size"):
                 check_multiple(name, getattr(self, name), "the FP4 block", 32)
@@ -162,29 +118,9 @@ class DeepseekV4Config:
     # --- Layers ---
 
     @property
-    def layer_ratios(self) -> tuple[int, ...]:
-        """The compression ratio of each layer of the model, without the draft head."""
-        return self.compress_ratios[: self.num_hidden_layers]
-
-    @property
     def num_draft_layers(self) -> int:
         """Number of decoder layers of the draft head."""
         return NUM_STAGES if self.dspark else self.num_nextn_predict_layers
-
-    @property
-    def stage_experts(self) -> tuple[int, int]:
-        """num_experts_per_tok and n_routed_experts of a DSpark stage."""
-        top, experts = self.num_experts_per_tok, self.n_routed_experts
-        return (top, experts) if self.dspark is None else self.dspark.experts_or(top, experts)
-
-    def of_stage(self) -> "DeepseekV4Config":
-        """The model's configuration with the experts of a DSpark stage."""
-        top, experts = self.stage_experts
-        return replace(self, num_experts_per_tok=top, n_routed_experts=experts)
-
-    def of_layer(self, layer: int) -> "DeepseekV4Config":
-        """The configuration of a layer. The draft head's layers follow the model's."""
-        return self if layer < self.num_hidden_layers else self.of_stage()
 
     def is_hash_layer(self, layer: int) -> bool:
         """Whether a layer picks its experts by token id."""
@@ -192,36 +128,14 @@ class DeepseekV4Config:
 
     def with_layers(self, num_layers: int) -> "DeepseekV4Config":
         """The same model with its first layers only; it keeps the draft head."""
-        if not 1 <= num_layers <= self.num_hidden_layers:
-            raise CheckpointError(
-                f"cannot cut to {num_layers} layers: the model has {self.num_hidden_layers}"
-            )
-        drafts, dspark = self.compress_ratios[self.num_hidden_layers :], self.dspark
-        if dspark is not None:
-            targets = dspark.within(self.num_hidden_layers, num_layers)
-            dspark = replace(dspark, target_layer_ids=targets)
-        return replace(
-            self,
-            dspark=dspark,
-            num_hidden_layers=num_layers,
-            compress_ratios=self.compress_ratios[:num_layers] + drafts,
-            num_hash_layers=min(self.num_hash_layers, num_layers),
-        )
+        num_hash_layers = min(self.num_hash_layers, num_layers)
+        return self._with_layers(num_layers, num_hash_layers=num_hash_layers)
 
     @property
     def max_draft_tokens(self) -> int:
         if self.dspark is not None:
             return self.dspark.block_size
         return MTP_DRAFT_TOKENS if self.draft_head == "mtp" else 0
-
-    @property
-    def draft_block_tokens(self) -> int:
-        return 0 if self.dspark is None else self.dspark.num_rows
-
-    @property
-    def max_verify_tokens(self) -> int:
-        """The most tokens of a sequence in a step that verifies drafts."""
-        return 1 + self.max_draft_tokens
 
     def with_exact_prefill(self) -> "DeepseekV4Config":
         raise FinwhaleError("exact_prefill: DeepSeek-V4's prefill is always exact; leave it out")

@@ -18,6 +18,7 @@ C head_dim, F features of a token (one for each target layer), S stages, V vocab
 it that this rank computes, W window.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,11 +26,13 @@ import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_config import DeepseekConfig
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.layer import DraftLayers, LayerWeights, SharedParts
 from finwhale.models.protocol import Drafts
 from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
+from finwhale.ops import Ops
 from finwhale.ops.attention import RowForm
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight
 from finwhale.ops.linear import LinearWeight
@@ -124,28 +127,26 @@ class DsparkContext:
             self.store_window_rows(kv_NC, form, inputs.tokens, window)
 
 
-class DsparkHead(DraftLayers):
-    """Drafts a block of tokens. The model's forward has written the context (`DsparkContext`)."""
+class BlockDrafts(ABC):
+    """Drafts a block of tokens. The model's forward has written the context.
 
-    def __init__(self, context: LayerContext, weights: DsparkWeights, shared: SharedParts) -> None:
-        config, ops = context.config, context.ops
+    DeepSeek-V4.1's head shares this class.
+
+    Args:
+        markov: the embedding [V,r] and this rank's rows [X,r] of the Markov head.
+    """
+
+    def __init__(
+        self, config: DeepseekConfig, ops: Ops, markov: tuple[Tensor, LinearWeight]
+    ) -> None:
         assert config.dspark is not None
-        super().__init__(context, weights.layers, weights.hc_head, shared)
-        self.config, self.weights = config.dspark, weights
-        self.num_streams = config.hc_mult
-        self.make_blocks, self.draft_confidences = ops.make_blocks, ops.draft_confidences
+        self.sizes, self.ops = config.dspark, ops
+        self._markov_embed, self._markov_head = markov
         self._shape = BlockShape(
-            num_tokens=self.config.num_rows,
-            noise_id=self.config.noise_token_id,
+            num_tokens=self.sizes.num_rows,
+            noise_id=self.sizes.noise_token_id,
             window=config.sliding_window,
         )
-        self._confidence: ConfidenceWeight | None = None
-        if weights.confidence is not None:
-            self._confidence = ConfidenceWeight(
-                weights.hc_head,
-                weights.confidence,
-                weights.markov_w1 if self.config.confidence_head_with_markov else None,
-            )
 
     def __call__(
         self,
@@ -170,42 +171,79 @@ class DsparkHead(DraftLayers):
         choose: ChooseDraft,
     ) -> Drafts:
         """Draft after each sequence's newest token. The pass has G rows for any `num_drafts`."""
-        assert num_drafts <= self.config.block_size
-        streams_BGHD = self.run_block(start, cache, segments)
-        first = self.config.num_rows - self.config.block_size
-        streams = streams_BGHD[:, first : first + num_drafts]
-        logits = self.compute_logits(streams.flatten(0, 1)).unflatten(0, streams.shape[:2])
+        assert num_drafts <= self.sizes.block_size
+        first = self.sizes.num_rows - self.sizes.block_size
+        block = self.run_block(start, cache, segments)[:, first : first + num_drafts]
+        logits = self.block_logits(block.flatten(0, 1)).unflatten(0, block.shape[:2])
         ids: list[Tensor] = []
         for k in range(num_drafts):
             # The Markov head corrects a draft's logits by the token before it.
-            rows = self.weights.markov_w1.index_select(0, ids[-1] if ids else start.newest_ids)
-            markov = self.linear(rows, self.weights.markov_w2).float()
+            rows = self._markov_embed.index_select(0, ids[-1] if ids else start.newest_ids)
+            markov = self.ops.linear(rows, self._markov_head).float()
             ids.append(choose(logits[:, k] + markov, k))
-        ids_BK, confidences = torch.stack(ids, 1), None
-        if self._confidence is not None:
-            confidences = self.draft_confidences(
-                streams, start.newest_ids, ids_BK, self._confidence, self.params
-            ).T
-        return Drafts(ids=ids_BK.T, confidences=confidences)
+        ids_BK = torch.stack(ids, 1)
+        return Drafts(ids=ids_BK.T, confidences=self.confidences(block, start.newest_ids, ids_BK))
+
+    def block_inputs(self, start: DraftStart) -> StepInputs:
+        """The inputs of a step with each sequence's block."""
+        window = start.tables["window"]
+        block = self.ops.make_blocks(start.newest_ids, start.tokens, window, self._shape)
+        return StepInputs(
+            token_ids=block.ids,
+            tokens=block.tokens,
+            tables=start.tables,
+            extra_kv_slots=block.extra_kv_slots,
+            lane_rows=start.lane_rows * self.sizes.num_rows,
+        )
+
+    @abstractmethod
+    def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
+        """What the stages make of each sequence's block [B,G,..]."""
+
+    @abstractmethod
+    def block_logits(self, rows: Tensor) -> Tensor:
+        """This rank's logits [M,X] float32 of M rows of blocks, without Markov head."""
+
+    @abstractmethod
+    def confidences(self, block: Tensor, newest_B: Tensor, ids_BK: Tensor) -> Tensor | None:
+        """[K,B] float32: of drafts [B,K], given their rows of the block; None: there is no head."""
+
+    def serve_others_tokens(self, lane_rows: int) -> None:  # noqa: B027
+        pass  # `__call__` runs no layer
+
+
+class DsparkHead(DraftLayers, BlockDrafts):
+    """DeepSeek-V4's head: the context is written by `DsparkContext`."""
+
+    def __init__(self, context: LayerContext, weights: DsparkWeights, shared: SharedParts) -> None:
+        config = context.config
+        DraftLayers.__init__(self, context, weights.layers, weights.hc_head, shared)
+        markov = weights.markov_w1, weights.markov_w2
+        BlockDrafts.__init__(self, config, context.ops, markov)
+        self.weights, self.num_streams = weights, config.hc_mult
+        self._confidence: ConfidenceWeight | None = None
+        if weights.confidence is not None:
+            with_markov = self.sizes.confidence_head_with_markov
+            self._confidence = ConfidenceWeight(
+                weights.hc_head, weights.confidence, weights.markov_w1 if with_markov else None
+            )
 
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
         """The residual streams [B,G,H,D] of each sequence's block."""
-        window = start.tables["window"]
-        ids, tokens, further = self.make_blocks(start.newest_ids, start.tokens, window, self._shape)
-        inputs = StepInputs(
-            token_ids=ids,
-            tokens=tokens,
-            tables=start.tables,
-            extra_kv_slots=further,
-            lane_rows=start.lane_rows * self.config.num_rows,
-        )
+        inputs = self.block_inputs(start)
         embedded = self.embed.index_select(0, self.ranks.own_rows(inputs.token_ids))
         streams = embedded[:, None].expand(-1, self.num_streams, -1)
         out = self.run_layers(self.layers, streams, inputs, cache, segments)
-        return out.view(-1, self.config.num_rows, *out.shape[1:])
+        return out.view(-1, self.sizes.num_rows, *out.shape[1:])
 
-    def serve_others_tokens(self, lane_rows: int) -> None:
-        pass  # `__call__` runs no layer
+    def block_logits(self, rows: Tensor) -> Tensor:
+        return self.compute_logits(rows)
+
+    def confidences(self, block: Tensor, newest_B: Tensor, ids_BK: Tensor) -> Tensor | None:
+        if self._confidence is None:
+            return None
+        own = self._confidence, self.params
+        return self.ops.draft_confidences(block, newest_B, ids_BK, *own).T
 
     def serve_others(self, num_drafts: int, lane_rows: int) -> None:
-        self.serve_layers(lane_rows * self.config.num_rows)
+        self.serve_layers(lane_rows * self.sizes.num_rows)

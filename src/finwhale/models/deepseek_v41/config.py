@@ -2,21 +2,16 @@
 
 from dataclasses import dataclass, field, fields, replace
 
-from finwhale.errors import CheckpointError
 from finwhale.models.config_checks import (
-    check_experts,
-    check_fixed,
-    check_heads,
     check_layer_ids,
     check_multiple,
     check_positive,
-    check_token_ids,
     require,
     shown,
 )
+from finwhale.models.deepseek_config import DeepseekConfig
 from finwhale.models.deepseek_v41.engram_config import EngramConfig
-from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
-from finwhale.models.rope_config import YarnScaling
+from finwhale.models.dspark_config import NUM_STAGES
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 MODEL_TYPE = "deepseek_v41"
@@ -30,65 +25,30 @@ _OWN_CHECK = ("n_shared_experts", "hc_mult", "bos_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepseekV41Config:
-    """Sizes and constants of one model, under the checkpoint's names (a protocol.ModelConfig).
+class DeepseekV41Config(DeepseekConfig):
+    """DeepSeek-V4.1's configuration.
 
     Attributes:
-        compress_ratios: tokens per entry for each layer, 0 for one without entries; then 0 for each
-            stage of the draft head.
         kv_source_layer_ids: the layers that write entries and index keys. A layer reads those of
             the last source that is not after it.
         index_source_layer_ids: the layers that select entries, all KV sources among them. A layer
             attends to the entries that the last one selected.
         candidate_source_layer_id: the last KV source, if the index sources after it select only in
             the candidate_topk_blocks blocks of candidate_block_size entries that it finds best.
-        rope_scaling: YaRN for the layers with a ratio; None: these layers use plain rope too.
         engram: the sizes of Engram; None: no layer has one.
-        dspark: the sizes of the draft head; None: there is none.
         quantised: False if no weight is quantised. Otherwise projections are FP8 in blocks of
             32x32, routed experts FP4, and Engram's tables FP8 in rows of 32, all with E8M0 scales.
         exact_prefill: all layers compute all tokens of a prompt, and the prefix cache keeps windows
             (EngineConfig). It tells no models apart.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    o_lora_rank: int
-    o_groups: int
-    sliding_window: int
-    compress_ratios: tuple[int, ...]
     kv_source_layer_ids: tuple[int, ...]
     index_source_layer_ids: tuple[int, ...]
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
     candidate_source_layer_id: int | None
     candidate_topk_blocks: int
     candidate_block_size: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    routed_scaling_factor: float
-    swiglu_limit: float
-    rope_theta: float
-    compress_rope_theta: float
-    max_position_embeddings: int
-    n_shared_experts: int = 1
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
     rms_norm_eps: float = 1e-20
-    rope_scaling: YarnScaling | None = None
     engram: EngramConfig | None = None
-    dspark: DsparkConfig | None = None
-    bos_token_id: int = 0
-    eos_token_ids: tuple[int, ...] = (1,)
-    quantised: bool = True
     weight_block_size: tuple[int, int] = (GROUP, GROUP)
     exact_prefill: bool = field(default=False, compare=False)
 
@@ -149,14 +109,9 @@ class DeepseekV41Config:
         )
 
     def _check_sizes(self) -> None:
-        widths = {"head_dim": self.head_dim, "index_head_dim": self.index_head_dim}
-        check_heads(self.num_attention_heads, self.o_groups, self.qk_rope_head_dim, widths)
-        check_experts(self.num_experts_per_tok, self.n_routed_experts, self.stage_experts)
-        check_token_ids(self.bos_token_id, self.eos_token_ids, self.vocab_size)
-        for name, fixed in (("n_shared_experts", 1), ("hc_mult", 4)):
-            check_fixed(name, getattr(self, name), fixed)
-        for name, width in widths.items():
-            check_multiple(name, width, "the group of a cached row", GROUP)
+        self._check_common_sizes()
+        for name in ("head_dim", "index_head_dim"):
+            check_multiple(name, getattr(self, name), "the group of a cached row", GROUP)
         if self.quantised:
             for name in ("hidden_size", "moe_intermediate_size"):
                 check_multiple(name, getattr(self, name), "the FP4 block", GROUP)
@@ -166,11 +121,6 @@ class DeepseekV41Config:
         return MODEL_TYPE
 
     # --- Layers ---
-
-    @property
-    def layer_ratios(self) -> tuple[int, ...]:
-        """The ratio of each layer of the model, without the draft head."""
-        return self.compress_ratios[: self.num_hidden_layers]
 
     def kv_source(self, layer: int) -> int | None:
         """The layer whose entries a layer with a ratio reads."""
@@ -200,24 +150,15 @@ class DeepseekV41Config:
 
     def with_layers(self, num_layers: int) -> "DeepseekV41Config":
         """The same model with its first layers only; it keeps the draft head."""
-        if not 1 <= num_layers <= self.num_hidden_layers:
-            raise CheckpointError(
-                f"cannot cut to {num_layers} layers: the model has {self.num_hidden_layers}"
-            )
-        layers, dspark, candidates = self.num_hidden_layers, self.dspark, None
+        candidates = None
         if (self.candidate_source_layer_id or 0) < num_layers:
             candidates = self.candidate_source_layer_id
-        if dspark is not None:
-            dspark = replace(dspark, target_layer_ids=dspark.within(layers, num_layers))
-        return replace(
-            self,
-            num_hidden_layers=num_layers,
-            compress_ratios=self.compress_ratios[:num_layers] + self.compress_ratios[layers:],
+        return self._with_layers(
+            num_layers,
             kv_source_layer_ids=tuple(i for i in self.kv_source_layer_ids if i < num_layers),
             index_source_layer_ids=tuple(i for i in self.index_source_layer_ids if i < num_layers),
             candidate_source_layer_id=candidates,
             engram=None if self.engram is None else self.engram.within(num_layers),
-            dspark=dspark,
         )
 
     # --- The draft head ---
@@ -230,32 +171,6 @@ class DeepseekV41Config:
     def num_draft_layers(self) -> int:
         """Number of decoder layers of the draft head."""
         return NUM_STAGES if self.dspark else 0
-
-    @property
-    def stage_experts(self) -> tuple[int, int]:
-        """num_experts_per_tok and n_routed_experts of a DSpark stage."""
-        top, experts = self.num_experts_per_tok, self.n_routed_experts
-        return (top, experts) if self.dspark is None else self.dspark.experts_or(top, experts)
-
-    def of_layer(self, layer: int) -> "DeepseekV41Config":
-        """The configuration of a layer. The draft head's layers follow the model's."""
-        if layer < self.num_hidden_layers:
-            return self
-        top, experts = self.stage_experts
-        return replace(self, num_experts_per_tok=top, n_routed_experts=experts)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return 0 if self.dspark is None else self.dspark.block_size
-
-    @property
-    def draft_block_tokens(self) -> int:
-        return 0 if self.dspark is None else self.dspark.num_rows
-
-    @property
-    def max_verify_tokens(self) -> int:
-        """The most tokens of a sequence in a step that verifies drafts."""
-        return 1 + self.max_draft_tokens
 
     def without_draft_head(self) -> "DeepseekV41Config":
         return replace(self, dspark=None, compress_ratios=self.layer_ratios)

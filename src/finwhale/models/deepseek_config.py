@@ -1,0 +1,116 @@
+"""The fields, checks and properties that the configurations of DeepSeek-V4 and V4.1 share."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from finwhale.errors import CheckpointError
+from finwhale.models.config_checks import (
+    check_experts,
+    check_fixed,
+    check_heads,
+    check_token_ids,
+)
+from finwhale.models.dspark_config import DsparkConfig
+from finwhale.models.rope_config import YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekConfig:
+    """Sizes and constants of one model, under the checkpoint's names (a protocol.ModelConfig).
+
+    Attributes:
+        compress_ratios: tokens per entry for each layer, 0 for one without entries; then 0 for each
+            layer of the draft head.
+        rope_scaling: YaRN for the layers with a ratio; None: these layers use plain rope too.
+        dspark: the sizes of a DSpark draft head; None: there is none.
+        quantised: False if no weight is quantised.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    rope_theta: float
+    compress_rope_theta: float
+    max_position_embeddings: int
+    n_shared_experts: int = 1
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    rope_scaling: YarnScaling | None = None
+    dspark: DsparkConfig | None = None
+    bos_token_id: int = 0
+    eos_token_ids: tuple[int, ...] = (1,)
+    quantised: bool = True
+
+    def _check_common_sizes(self) -> None:
+        widths = {"head_dim": self.head_dim, "index_head_dim": self.index_head_dim}
+        check_heads(self.num_attention_heads, self.o_groups, self.qk_rope_head_dim, widths)
+        check_experts(self.num_experts_per_tok, self.n_routed_experts, self.stage_experts)
+        check_token_ids(self.bos_token_id, self.eos_token_ids, self.vocab_size)
+        for name, fixed in (("n_shared_experts", 1), ("hc_mult", 4)):
+            check_fixed(name, getattr(self, name), fixed)
+
+    @property
+    def layer_ratios(self) -> tuple[int, ...]:
+        """The ratio of each layer of the model, without the draft head."""
+        return self.compress_ratios[: self.num_hidden_layers]
+
+    @property
+    def stage_experts(self) -> tuple[int, int]:
+        """num_experts_per_tok and n_routed_experts of a DSpark stage."""
+        top, experts = self.num_experts_per_tok, self.n_routed_experts
+        return (top, experts) if self.dspark is None else self.dspark.experts_or(top, experts)
+
+    def of_stage(self) -> Self:
+        """The model's configuration with the experts of a DSpark stage."""
+        top, experts = self.stage_experts
+        return replace(self, num_experts_per_tok=top, n_routed_experts=experts)
+
+    def of_layer(self, layer: int) -> Self:
+        """The configuration of a layer. The draft head's layers follow the model's."""
+        return self if layer < self.num_hidden_layers else self.of_stage()
+
+    def _with_layers(self, num_layers: int, **changes: Any) -> Self:
+        """The same model with its first layers only, and other changes. It keeps the draft head."""
+        layers, dspark = self.num_hidden_layers, self.dspark
+        if not 1 <= num_layers <= layers:
+            raise CheckpointError(f"cannot cut to {num_layers} layers: the model has {layers}")
+        if dspark is not None:
+            dspark = replace(dspark, target_layer_ids=dspark.within(layers, num_layers))
+        return replace(
+            self,
+            dspark=dspark,
+            num_hidden_layers=num_layers,
+            compress_ratios=self.compress_ratios[:num_layers] + self.compress_ratios[layers:],
+            **changes,
+        )
+
+    @property
+    def draft_block_tokens(self) -> int:
+        return 0 if self.dspark is None else self.dspark.num_rows
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return 0 if self.dspark is None else self.dspark.block_size
+
+    @property
+    def max_verify_tokens(self) -> int:
+        """The most tokens of a sequence in a step that verifies drafts."""
+        return 1 + self.max_draft_tokens
