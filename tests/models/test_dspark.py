@@ -58,7 +58,7 @@ class Drafting:
             stepper.step(parts)
         for sequence, text in zip(sequences, texts, strict=True):
             end = len(text) - 1
-            stepper.pages.grow(sequence.tables, end, end + self.head.config.num_rows)
+            stepper.pages.grow(sequence.tables, end, end + self.head.sizes.num_rows)
         newest = [Chunk(s, len(s.token_ids) - 1, len(s.token_ids)) for s in sequences]
         plan = stepper.plan(newest)
         batch = stepper.runner.batch(plan)

@@ -103,6 +103,27 @@ class DeepseekConfig:
         )
 
     @property
+    def moe_sizes(self) -> tuple[int, int, float, float]:
+        return (
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            self.routed_scaling_factor,
+            self.swiglu_limit,
+        )
+
+    def describe_sizes(self, entries: str) -> dict[str, str]:
+        """For `finwhale inspect`. entries: those of which attention selects."""
+        return {
+            "hidden size": f"{self.hidden_size} in {self.hc_mult} residual streams",
+            "attention": f"{self.num_attention_heads} heads of {self.head_dim}, window "
+            f"{self.sliding_window}, top {self.index_topk} of the {entries}",
+            "experts": f"{self.num_experts_per_tok} of {self.n_routed_experts} and "
+            f"{self.n_shared_experts} shared, width {self.moe_intermediate_size}",
+            "vocabulary": f"{self.vocab_size:,}",
+            "context": f"{self.max_position_embeddings:,} tokens",
+        }
+
+    @property
     def draft_block_tokens(self) -> int:
         return 0 if self.dspark is None else self.dspark.num_rows
 

@@ -18,7 +18,9 @@ from finwhale.checkpoint.formats import (
 from finwhale.checkpoint.spec import FP8_BLOCKS, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.stored import StoredWeight
 from finwhale.collection import no_collection
+from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
+from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight
 from finwhale.weights.allocation import Allocation, Target, WeightForm
 from finwhale.weights.destinations import Destinations
@@ -26,6 +28,7 @@ from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.table import WeightList
 from finwhale.weights.tree import routed_experts, tensors_of, with_leaves, with_routed_experts
 
+C = TypeVar("C")
 W = TypeVar("W")
 
 
@@ -206,3 +209,15 @@ class Assembler(Allocation, Generic[W]):
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def bytes_of(
+    assembler: Callable[[C, WeightForm, torch.device], Assembler[W]],
+    config: C,
+    dtype: torch.dtype,
+    ops: Ops,
+    rank: Rank = ALONE,
+) -> int:
+    """Bytes of a rank's weights in the operator table's memory layout."""
+    form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
+    return assembler(config, form, torch.device("meta")).num_bytes

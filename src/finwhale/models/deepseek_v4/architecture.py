@@ -3,19 +3,20 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from finwhale.checkpoint.spec import Storage
-from finwhale.distributed.rank import ALONE, Rank
+from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.models.sharding import rank_config
 from finwhale.ops import Ops
-from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import bytes_of
 
 __all__ = [
     "FP8_PRODUCTS",
@@ -91,13 +92,7 @@ def describe(config: DeepseekV4Config) -> dict[str, str]:
         "routing": f"{config.num_hash_layers} layers by hash, "
         f"{config.num_hidden_layers - config.num_hash_layers} by score",
         "draft head": _draft_head(config),
-        "hidden size": f"{config.hidden_size} in {config.hc_mult} residual streams",
-        "attention": f"{config.num_attention_heads} heads of {config.head_dim}, window "
-        f"{config.sliding_window}, top {config.index_topk} of the C4 entries",
-        "experts": f"{config.num_experts_per_tok} of {config.n_routed_experts} and "
-        f"{config.n_shared_experts} shared, width {config.moe_intermediate_size}",
-        "vocabulary": f"{config.vocab_size:,}",
-        "context": f"{config.max_position_embeddings:,} tokens",
+        **config.describe_sizes("C4 entries"),
         "weights": (
             f"FP8 {config.weight_block_size[0]}x{config.weight_block_size[1]} "
             f"({config.scale_format} scales), experts {config.expert_dtype.upper()}"
@@ -113,10 +108,7 @@ def _draft_head(config: DeepseekV4Config) -> str:
     return "MTP, one layer" if config.draft_head == "mtp" else "none"
 
 
-def weight_bytes(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, rank: Rank = ALONE) -> int:
-    """Bytes of a rank's weights in the operator table's memory layout."""
-    form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
-    return assembler(config, form, torch.device("meta")).num_bytes
+weight_bytes = partial(bytes_of, assembler)
 
 
 def whole_attention_bytes(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_config import DeepseekConfig
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights, SharedMoe
 from finwhale.models.rope import RotaryTables
@@ -57,10 +57,9 @@ class DecoderLayer:
         self.params = mhc_params(context.config)
         self.weights = weights
         self.ranks, c = context.ranks, context.config
-        sizes = c.n_routed_experts, c.num_experts_per_tok, c.routed_scaling_factor, c.swiglu_limit
         self.attn = Attention(context, weights.attn, layer)
         moe = SharedMoe if context.ranks.rank.data_parallel else Moe
-        self.ffn = moe(ops, context.ranks, context.side_streams, weights.ffn, sizes)
+        self.ffn = moe(ops, context.ranks, context.side_streams, weights.ffn, c.moe_sizes)
 
     def __call__(
         self,
@@ -155,7 +154,7 @@ def serve_others(layers: Sequence[DecoderLayer], x_0D: Tensor, lane_rows: int) -
         layer.ffn.serve_others(x_0D, lane_rows)
 
 
-def mhc_params(config: DeepseekV4Config) -> MhcParams:
+def mhc_params(config: DeepseekConfig) -> MhcParams:
     return MhcParams(
         num_iters=config.hc_sinkhorn_iters, eps=config.hc_eps, rms_eps=config.rms_norm_eps
     )

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Storage
-from finwhale.distributed.rank import ALONE, Rank
+from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v41.cache_spec import cache_spec
 from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
@@ -21,7 +22,7 @@ from finwhale.models.deepseek_v41.weight_classes import ModelWeights
 from finwhale.models.deepseek_v41.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.models.sharding import rank_config
 from finwhale.ops import Ops
-from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import bytes_of
 
 __all__ = [
     "FP8_PRODUCTS",
@@ -103,13 +104,7 @@ def describe(config: DeepseekV41Config) -> dict[str, str]:
         else f"layers {_listed(engram.layer_ids)}, {sum(engram.num_embeddings):,} rows of "
         f"{engram.head_dim} values",
         "draft head": "none" if config.dspark is None else config.dspark.describe(),
-        "hidden size": f"{config.hidden_size} in {config.hc_mult} residual streams",
-        "attention": f"{config.num_attention_heads} heads of {config.head_dim}, window "
-        f"{config.sliding_window}, top {config.index_topk} of the entries",
-        "experts": f"{config.num_experts_per_tok} of {config.n_routed_experts} and "
-        f"{config.n_shared_experts} shared, width {config.moe_intermediate_size}",
-        "vocabulary": f"{config.vocab_size:,}",
-        "context": f"{config.max_position_embeddings:,} tokens",
+        **config.describe_sizes("entries"),
         "weights": "FP8 32x32, experts FP4" if config.quantised else "not quantised",
     }
 
@@ -143,12 +138,7 @@ def fits_whole_attention(config: DeepseekV41Config, total: int) -> bool:
     return False
 
 
-def weight_bytes(
-    config: DeepseekV41Config, dtype: torch.dtype, ops: Ops, rank: Rank = ALONE
-) -> int:
-    """Bytes of a rank's weights in the operator table's memory layout."""
-    form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
-    return assembler(config, form, torch.device("meta")).num_bytes
+weight_bytes = partial(bytes_of, assembler)
 
 
 def whole_attention_bytes(

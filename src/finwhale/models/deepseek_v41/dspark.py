@@ -61,7 +61,7 @@ class DsparkHead(BlockDrafts):
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
         """The collapsed hidden states [B,G,D] of each sequence's block."""
         hidden = self.run_layers(self.layers, self.block_inputs(start), cache, segments)
-        return hidden.unflatten(0, (-1, self.sizes.num_rows))
+        return hidden.view(-1, self.sizes.num_rows, hidden.shape[1])
 
     def block_logits(self, rows: Tensor) -> Tensor:
         eps = self.config.rms_norm_eps

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_v4.layer import mhc_params
 from finwhale.models.deepseek_v4.moe import Moe, SharedMoe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
@@ -16,7 +17,6 @@ from finwhale.models.deepseek_v41.weight_classes import LayerWeights
 from finwhale.models.step_inputs import Segments
 from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import HashTensors, Pending, SharedEntryOps
-from finwhale.ops.mhc import MhcParams
 
 LayerState = tuple[Pending | None, Tensor, Tensor]
 
@@ -41,20 +41,12 @@ class DecoderLayer:
         round_activations: bool,
     ) -> None:
         self.ops, self.shared, self.ranks, self.weights = ops, shared, ranks, weights
-        self.params = MhcParams(
-            num_iters=config.hc_sinkhorn_iters, eps=config.hc_eps, rms_eps=config.rms_norm_eps
-        )
+        self.params = mhc_params(config)
         self.attn = Attention(
             config, ops, shared, weights.attn, layer, round_activations=round_activations
         )
-        own, moe = config.of_layer(layer), SharedMoe if ranks.rank.data_parallel else Moe
-        sizes = (
-            own.n_routed_experts,
-            own.num_experts_per_tok,
-            own.routed_scaling_factor,
-            own.swiglu_limit,
-        )
-        self.ffn = moe(ops, ranks, side_streams, weights.ffn, sizes)
+        moe, own = SharedMoe if ranks.rank.data_parallel else Moe, config.of_layer(layer)
+        self.ffn = moe(ops, ranks, side_streams, weights.ffn, own.moe_sizes)
         self.engram: Engram | None = None
         if weights.engram is not None:
             assert hashes is not None

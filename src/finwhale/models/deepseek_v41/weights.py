@@ -1,8 +1,7 @@
 """The table of DeepSeek-V4.1's weights: one line each, in the place where the model reads it.
 
-A line has the weight's name, shape and storage, and how the ranks divide it (models/sharding.py).
-The call around it says in which form the model reads it; several lines in a call are packed into
-one tensor. The indexer, compressors and Engram's projections are whole on every rank.
+deepseek_v4/weights.py describes such tables. The indexer, compressors and Engram's projections are
+whole on every rank.
 
 Legend: D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank,
 O o_lora_rank, G o_groups, I index_n_heads, J index_head_dim, E n_routed_experts, H hc_mult.

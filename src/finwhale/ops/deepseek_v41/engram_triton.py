@@ -201,11 +201,7 @@ def look_up(
     *,
     early_launch: bool = False,
 ) -> Tensor:
-    """The values [N,X,K] of the X = (S - 1) * heads rows that tokens address, in the parts' order.
-
-    ids [N,S] int64: the last ids of each token, the newest first. rows [rows,K], in the GPU's
-    memory or pinned: E4M3 with scale uint8 [rows,K/32] (E8M0), or values if scale is None.
-    """
+    """See LookUp. The rows are in the GPU's memory, or pinned."""
     (num_tokens, size), (parts, heads), width = ids_NS.shape, hashes.sizes.shape, rows.shape[1]
     groups = width // SCALE_GROUP
     if groups * SCALE_GROUP != width or groups & (groups - 1) or parts + 1 != size:

@@ -1,14 +1,12 @@
 """DeepSeek-V4.1's routed experts on Hopper GPUs, in Gluon: FP4 weights, inputs in groups of 32.
 
 `dispatch` orders the pairs as V4's does (ops/moe/dispatch_triton.py), and V4's `combine` adds them.
-`compute` rounds x into the rows of its pairs, and has two GEMMs. Their kernels are built as V4's
-(ops/moe/experts_hopper.py): a program has one to four groups of four warps, each with 64 rows of
-weights, and a warp that fills a ring of tiles through TMA. Weights go from the ring to registers,
-are decoded there to bfloat16 (exactly, with their scales), and enter the tensor cores from
-registers, which sum over all of K in float32. Gate and up applies the clamped SwiGLU and the
-routing weight, and rounds the hidden values by groups of 32, so down reads them as they are.
-All plans add K in its order, so a token's bits do
-not depend on N.
+`compute` rounds x into the rows of its pairs, and has two GEMMs, whose programs are V4's
+(ops/moe/experts_hopper_program.py). Weights go from the ring to registers, are decoded there to
+bfloat16 (exactly, with their scales), and enter the tensor cores from registers, which sum over all
+of K in float32. Gate and up applies the clamped SwiGLU and the routing weight, and rounds the
+hidden values by groups of 32, so down reads them as they are. All plans add K in its order, so a
+token's bits do not depend on N.
 
 Layout of the weights after `finish_experts`, in place. A tile has 64 rows: of w2, or 32 of w1 and
 32 of w3, eight by eight. It is contiguous, in blocks of 64 columns (of 32, if K has no whole
@@ -29,6 +27,7 @@ intermediate width.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,9 +50,9 @@ from finwhale.ops.deepseek_v41.gemm_triton import DEFAULT, GROUP, GemmOptions
 from finwhale.ops.launch import early_launch
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.gluon_functions import reinterpret
-from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
+from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.moe import Dispatched, ExpertWeight
-from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_pairs
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_tokens_of_plan, order_pairs
 from finwhale.ops.moe.experts_hopper_parts import after
 from finwhale.ops.moe.experts_hopper_program import (
     hidden_values,
@@ -62,6 +61,7 @@ from finwhale.ops.moe.experts_hopper_program import (
     store_hidden,
     store_out,
 )
+from finwhale.ops.moe.experts_layout import check_fp4, check_rows
 from finwhale.ops.rounding import MIN_AMAX
 
 TILE = 64  # rows
@@ -106,12 +106,11 @@ def finish_experts(w: ExpertWeight) -> GroupedExperts:
 def _regroup(w: Tensor, scale: Tensor | None, paired: bool) -> Tensor:
     """Convert one matrix of each expert. Returns their factors, float32 [E]."""
     rows, row_bytes = w.shape[1:]
-    if w.dtype != torch.uint8 or scale is None or scale.dtype != torch.uint8:
-        raise ValueError(f"weights must be FP4 with E8M0 scales, both as uint8, got {w.dtype}")
-    if not (w.is_contiguous() and scale.is_contiguous()) or row_bytes % 16 or rows % TILE:
+    scale = check_fp4(w, scale)
+    if row_bytes % 16 or rows % TILE:
         raise ValueError(
-            f"weights must be contiguous, with rows in whole tiles of {TILE} and columns in whole "
-            f"groups of {GROUP}, got {tuple(w.shape)}"
+            f"weights must have rows in whole tiles of {TILE} and columns in whole groups of "
+            f"{GROUP}, got {tuple(w.shape)}"
         )
     if w.is_meta:
         return torch.empty(len(w), device=w.device)
@@ -468,18 +467,7 @@ def plan(num_pairs: int, num_experts: int) -> ExpertsPlan:
     return next(plan for most, plan in PLANS if num_pairs <= most * num_experts)
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See LaunchClasses."""
-
-    def class_of(num_tokens: int) -> object:
-        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
-        chosen = plan(pairs, experts)
-        return chosen, launch_class(pairs, experts, chosen.block_rows)
-
-    return last_of_classes(class_of, most)
-
-
-LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
+LAUNCH_CLASSES = LaunchClasses(tokens=partial(launch_tokens_of_plan, plan))
 
 
 def dispatch(ids_NK: Tensor, num_experts: int, *, options: GemmOptions = DEFAULT) -> OrderedPairs:
@@ -501,13 +489,7 @@ def compute(
     if not isinstance(w, GroupedExperts) or w.input_group != GROUP:
         raise ValueError("these kernels read FP4 weights in the layout of `finish_experts`")
     assert isinstance(pairs, OrderedPairs)
-    if w.w2.shape[1] != x_ND.shape[1] or x_ND.stride(1) != 1:
-        raise ValueError(
-            f"x {tuple(x_ND.shape)} with strides {x_ND.stride()} does not fit w2 "
-            f"{tuple(w.w2.shape)}: its rows must be contiguous"
-        )
-    if not (pairs.ids.is_contiguous() and weights_NK.is_contiguous()):
-        raise ValueError("ids and weights must be contiguous")
+    check_rows(x_ND, weights_NK, pairs, w, GROUP)
     each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
     if len(x_ND):
         launch(x_ND, weights_NK, pairs, w, limit, plan(pairs.ids.numel(), len(w.w2)), each)

@@ -129,11 +129,7 @@ def store_rows(
     """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
     if rounding == "none":
         raise ValueError("a packed pool's rows are rounded; rounding 'none' needs a dense pool")
-    forms = {
-        "e4m3": (WINDOW, window_row),
-        "fp4": (ENTRY, entry),
-        "key": (KEY, index_key),
-    }
+    forms = {"e4m3": (WINDOW, window_row), "fp4": (ENTRY, entry), "key": (KEY, index_key)}
     (form, record), (num_tokens, width) = forms[rounding], values_NC.shape
     check_widths(values_NC, rotary_LR, LEAST_WIDTH)
     check_pool(rows, record(width))

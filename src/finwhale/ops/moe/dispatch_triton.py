@@ -7,6 +7,7 @@ the previous chunks, and find the row of every pair.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.moe import Dispatched
 
 # Up to this number of pairs, every expert's program reads all pairs.
@@ -215,6 +217,28 @@ def launch_class(pairs: int, num_experts: int, block_rows: int) -> tuple[int, ..
     if pairs > FEW_PAIRS:
         return (block_rows,)
     return block_rows, _few_pairs_tile(pairs), _few_blocks_tile(slots)
+
+
+def launch_tokens_of_plan(
+    plan: Callable[[int, int], Any],
+    model: ModelSizes,
+    most: int,
+    others: Callable[[int, int], object] = lambda num_tokens, rows: None,
+) -> set[int]:
+    """`LaunchClasses.tokens` for a plan function of pairs and experts.
+
+    Args:
+        others: the class of the other launches, by the number of tokens and of their rows.
+    """
+
+    def class_of(num_tokens: int) -> object:
+        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
+        chosen = plan(pairs, experts)
+        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
+        order = launch_class(pairs, experts, chosen.block_rows)
+        return chosen, order, others(num_tokens, rows)
+
+    return last_of_classes(class_of, most)
 
 
 def order_pairs(

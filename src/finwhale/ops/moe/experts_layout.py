@@ -167,11 +167,10 @@ def tile_experts(w: ExpertWeight) -> tuple[TiledExperts, Tensor]:
 
 def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Tensor]:
     experts, rows, row_bytes = w.shape
-    if w.dtype != torch.uint8 or scale is None or scale.dtype != torch.uint8:
-        raise ValueError(f"weights must be FP4 with E8M0 scales, both as uint8, got {w.dtype}")
-    if not (w.is_contiguous() and scale.is_contiguous()) or row_bytes % 64 or rows % 128:
+    scale = check_fp4(w, scale)
+    if row_bytes % 64 or rows % 128:
         raise ValueError(
-            f"weights must be contiguous, rows and values in a row multiples of 128, got {w.shape}"
+            f"weights must have rows and values in a row multiples of 128, got {w.shape}"
         )
     row_scale = torch.empty((experts, rows), dtype=torch.float32, device=w.device)
     changed = torch.empty((experts, rows), dtype=torch.int32, device=w.device)
@@ -193,21 +192,37 @@ def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
     return row_scale, changed.sum()
 
 
+def check_fp4(w: Tensor, scale: Tensor | None) -> Tensor:
+    """Raise ValueError unless both are contiguous uint8; returns the scale."""
+    if w.dtype != torch.uint8 or scale is None or scale.dtype != torch.uint8:
+        raise ValueError(f"weights must be FP4 with E8M0 scales, both as uint8, got {w.dtype}")
+    if not (w.is_contiguous() and scale.is_contiguous()):
+        raise ValueError(f"weights and scales must be contiguous, got strides {w.stride()}")
+    return scale
+
+
 def check_inputs(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight
 ) -> TiledExperts:
     """Raise ValueError if the kernels do not support these arguments; returns the weights."""
     if not isinstance(w, TiledExperts):
         raise ValueError("these kernels read FP4 weights in the layout of `finish_experts`")
+    check_rows(x_ND, weights_NK, pairs, w, GROUP)
+    return w
+
+
+def check_rows(
+    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, group: int
+) -> None:
+    """Raise ValueError unless the inputs fit FP4 weights, whose columns are whole groups."""
     experts, width, row_bytes = w.w2.shape
     if x_ND.dtype != torch.bfloat16 or x_ND.stride(1) != 1:
         raise ValueError(f"x must be bfloat16 rows, got {x_ND.dtype}, strides {x_ND.stride()}")
-    if x_ND.shape[1] != width or width % GROUP or row_bytes * 2 % GROUP:
+    if x_ND.shape[1] != width or width % group or row_bytes * 2 % group:
         raise ValueError(
-            f"x {tuple(x_ND.shape)} does not fit w2 {tuple(w.w2.shape)} in groups of {GROUP}"
+            f"x {tuple(x_ND.shape)} does not fit w2 {tuple(w.w2.shape)} in groups of {group}"
         )
     if not (pairs.ids.is_contiguous() and weights_NK.is_contiguous()):
         raise ValueError("ids and weights must be contiguous")
     if w.w13.shape != (experts, 4 * row_bytes, width // 2):
         raise ValueError(f"w13 {tuple(w.w13.shape)} does not fit w2 {tuple(w.w2.shape)}")
-    return w

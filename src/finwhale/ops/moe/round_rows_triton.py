@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear.quantise_triton import round_e4m3
-from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_sizes
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_tokens_of_plan
 from finwhale.ops.moe.experts_layout import GROUP
 
 # Up to this number of rows, a program rounds fewer groups. Flash's hidden values have 16 groups.
@@ -86,15 +86,10 @@ def _rounded_groups(num_rows: int) -> int:
 def launch_tokens_of(plan: Callable[[int, int], Any], model: ModelSizes, most: int) -> set[int]:
     """`LaunchClasses.tokens` for a plan function of pairs and experts."""
 
-    def class_of(num_tokens: int) -> object:
-        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
-        chosen = plan(pairs, experts)
-        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
-        rounded = _rounded_groups(num_tokens), _rounded_groups(rows)
-        order = launch_class(pairs, experts, chosen.block_rows)
-        return num_tokens == 1, chosen, order, rounded
+    def of_rounding(num_tokens: int, rows: int) -> object:
+        return num_tokens == 1, _rounded_groups(num_tokens), _rounded_groups(rows)
 
-    return last_of_classes(class_of, most)
+    return launch_tokens_of_plan(plan, model, most, of_rounding)
 
 
 def _round_rows(
