@@ -159,9 +159,4 @@ def _highest(scores_NE: F32, most: int) -> I64:
     return found
 
 
-OPS = replace(
-    ref.OPS,
-    select=select_shared,
-    mhc_pre=mhc_pre_delayed,
-    engram_gate=engram_gate,
-)
+OPS = replace(ref.OPS, select=select_shared, mhc_pre=mhc_pre_delayed, engram_gate=engram_gate)

@@ -16,13 +16,7 @@ from torch import Tensor
 
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.deepseek_v41 import RowRounding
-from finwhale.ops.deepseek_v41.layout import (
-    check_pool,
-    check_widths,
-    entry,
-    index_key,
-    window_row,
-)
+from finwhale.ops.deepseek_v41.layout import check_pool, check_widths, entry, index_key, window_row
 from finwhale.ops.indexer.fp4_triton import scale_exponent
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.linear.quantise_triton import round_e4m3
