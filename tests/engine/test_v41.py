@@ -143,7 +143,7 @@ def test_sequences_run_together_in_the_least_cache() -> None:
 
 
 def test_gemms_of_a_library_are_run_ahead() -> None:
-    """Of each shape, with every number of rows for which cuBLAS may choose another kernel."""
+    """Every weight's shape runs with all numbers of rows at which cuBLAS may change its kernel."""
     model = first_rank(
         LLM(V41_PATH, draft_tokens=5, max_model_len=300)._engine.executor
     ).runner.model

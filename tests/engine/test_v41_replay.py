@@ -97,7 +97,7 @@ def model_of(path: Path) -> Iterator[Callable[[bool], Model]]:
 def rows_of(
     engine: Engine, prompt: Sequence[int], beside: Sequence[int] = (), count: int = 3
 ) -> tuple[int, list[Tensor]]:
-    """Run a request; returns its number of cached tokens, and the logits of each output token."""
+    """Run a request. Returns how many of its tokens were cached, and each output token's logits."""
     recorder = Recorder(engine)
     if beside:
         engine.add_request("beside", list(beside), greedy(5))

@@ -60,7 +60,7 @@ def runner_of(engine: Engine) -> ModelRunner:
 
 
 def wide() -> DeepseekV41Config:
-    """Eight layers of each kind with Flash's heads, indexers and choice of entries."""
+    """A small model whose eight layers include every kind, with Flash's heads and indexers."""
     config = PUBLISHED["v4.1-flash"]
     assert config.engram is not None and config.dspark is not None
     layers = (1, 4)

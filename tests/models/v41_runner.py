@@ -129,7 +129,7 @@ class Runner:
 def step_inputs(
     chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]] = ()
 ) -> StepInputs:
-    """A step with a chunk of each sequence, without its tokens' ids and pages."""
+    """Make a step that computes a chunk of each sequence; it has no token ids and no pages yet."""
     tokens, prompts = step_tokens(tuple(chunks)), None
     if bounds:
         cached, tail_end = torch.tensor(bounds).T

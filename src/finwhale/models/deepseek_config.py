@@ -69,7 +69,7 @@ class DeepseekConfig:
 
     @property
     def layer_ratios(self) -> tuple[int, ...]:
-        """The ratio of each layer of the model, without the draft head."""
+        """The compress_ratios of the model's own layers; the draft head's are left out."""
         return self.compress_ratios[: self.num_hidden_layers]
 
     @property

@@ -457,7 +457,7 @@ PLANS = (
     (24, ExpertsPlan(32, 128, (2, 1, 6), (2, 4, 12))),
     (math.inf, ExpertsPlan(128, 64, (3, 1, 8), (4, 10, 8))),
 )
-# Registers per thread of a program with so many groups: of each group but the first, and at launch.
+# By a program's number of groups: the registers of a thread (`program_options` explains the pair).
 # With up to 32 columns, a group needs fewer, and more programs share a multiprocessor.
 REGISTERS = {1: (80, 128), 2: (232, 168), 3: (160, 128), 4: (112, 96)}
 FEW_REGISTERS = {1: (80, 80), 2: (104, 80), 3: (96, 80), 4: (88, 80)}

@@ -51,7 +51,7 @@ HELD_BYTES = 32768
 MIN_ROWS = 4
 CHUNK = 1024
 MIN_PROGRAMS = 256
-# tile_kernel: a part of K has the first of these numbers of chunks that divides K.
+# tile_kernel splits K into parts of so many chunks: the first number that leaves no rest, or 8.
 # K is not split if it has at most UNSPLIT_CHUNKS, and the weight at least MANY_ROWS.
 PART_CHUNKS = (8, 9, 10)
 UNSPLIT_CHUNKS = 20

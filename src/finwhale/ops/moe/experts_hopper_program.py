@@ -255,7 +255,7 @@ def hidden_values(total, order_ptr, weights_ptr, limit, first, end):
 
 @gluon.jit
 def store_hidden(result, hidden_ptr, inner, first, end, tile):
-    """Store 32 hidden values of each pair, in the pair's row of the order."""
+    """Store 32 hidden values of each pair in the row that `dispatch` gave the pair."""
     layout: gl.constexpr = result.type.layout
     pair_row = first + gl.arange(0, result.shape[1], gl.SliceLayout(0, layout))
     i = tile * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
