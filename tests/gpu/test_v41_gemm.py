@@ -130,14 +130,14 @@ def test_inputs_of_the_mixes_before(num_tokens: int) -> None:
     x, post = normal(num_tokens, D).bfloat16(), normal(num_tokens, H).abs()
     res = normal(num_tokens, H, H).softmax(-1)
     options = mhc_triton.MhcOptions(early_launch=True, inline_asm=True)
-    found = mhc.mhc_pre_delayed(None, streams, pre, w, params, options=options)
-    for one, other in zip(found, ref.mhc_pre_delayed(None, streams, pre, w, params), strict=True):
-        close(one, other) if one.dtype == torch.bfloat16 else torch.testing.assert_close(
-            one, other, rtol=1e-4, atol=1e-4
-        )
-    last = x, post, res
-    *_, after = mhc.mhc_pre_delayed(last, streams, pre, w, params, options=options)
-    close(after, mhc_post(x, post, res, streams))
+    for last in (None, (x, post, res)):
+        found, after, parts = mhc.mhc_input(last, streams, pre, w, params, options=options)
+        if last is not None:
+            close(after, mhc_post(x, post, res, streams))
+        close(found, ref.mhc_input(None, after, pre, w, params)[0])
+        mixes = mhc.mhc_mixes(after, parts, w, params, options=options)
+        for one, other in zip(mixes, ref.mhc_mixes(after, None, w, params), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     close(
         mhc.collapse(streams, pre, early_launch=True),
         (pre[:, :, None] * streams.float()).sum(1).bfloat16(),

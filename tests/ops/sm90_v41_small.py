@@ -21,7 +21,8 @@ def call_small(N: int) -> None:
     w, how = MhcWeight(f32(24, H * D), f32(24), f32(24), f32(D)), MhcOptions(False, True, True)
     streams, pre = meta(N, H, D), f32(N, H)
     for last in (None, (meta(N, D), f32(N, H), f32(N, H, H))):
-        mhc.mhc_pre_delayed(last, streams, pre, w, params, options=how)
+        _, after, parts = mhc.mhc_input(last, streams, pre, w, params, options=how)
+        mhc.mhc_mixes(after, parts, w, params, options=how)
     mhc.collapse(streams, pre, early_launch=True)
 
     def ids(*shape: int) -> torch.Tensor:

@@ -244,20 +244,21 @@ def test_the_input_is_collapsed_with_other_mixes() -> None:
     )
     params, streams = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-20), draw.normal(N, H, D)
     own, _, _ = mixes(streams, w, params)
-    x, post, res, pre, same = ref.mhc_pre_delayed(None, streams, own, w, params)
+    x, same, parts = ref.mhc_input(None, streams, own, w, params)
+    pre, post, res = ref.mhc_mixes(same, parts, w, params)
     assert same is streams
     for found, wanted in zip((x, post, res), mhc_pre(streams, w, params), strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(pre, own)
     first = torch.tensor([1.0, 0, 0, 0]).expand(N, H)
-    x, _, _, again, _ = ref.mhc_pre_delayed(None, streams, first, w, params)
+    x, _, _ = ref.mhc_input(None, streams, first, w, params)
     row = streams[:, 0].double()
     wanted = row / (row.square().mean(-1, keepdim=True) + 1e-20).sqrt() * w.norm.double()
-    assert (x - wanted).abs().max() < 1e-5 and torch.equal(again, own)
+    assert (x - wanted).abs().max() < 1e-5
     after = mhc_post(x, post, res, streams)
-    both = ref.mhc_pre_delayed((x, post, res), streams, own, w, params)
-    for one, other in zip(both, ref.mhc_pre_delayed(None, after, own, w, params), strict=True):
-        assert torch.equal(one, other)
+    y, both, _ = ref.mhc_input((x, post, res), streams, own, w, params)
+    assert torch.equal(both, after)
+    assert torch.equal(y, ref.mhc_input(None, after, own, w, params)[0])
 
 
 def test_the_gate_of_engram() -> None:

@@ -35,7 +35,7 @@ from finwhale.ops.deepseek_v41.layout import entry, index_key, window_row
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.paging import CacheRows, StepCache, Tokens
 
-from .kernels_support import assert_close
+from .kernels_support import DTYPES, assert_close
 
 CHUNKS: Chunks = ((254, 258), (7, 8), (0, 5), (511, 512), (40, 80), (2, 3))
 RECORDS = {"e4m3": window_row, "fp4": entry, "key": index_key}
@@ -69,6 +69,22 @@ def test_rows_are_stored(rounding: RowRounding, ratio: int, width: int, dtype: t
     found = unpack(rows, record)
     assert torch.equal(found, wanted.pool)
     assert found.any(1).sum() >= len(values) // ratio - 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_are_normalised_and_stored(dtype: torch.dtype) -> None:
+    draw, tokens = Draw(), step_tokens(((0, 7), (5, 6)))
+    rows = empty(draw.page_table([(range(7),), (range(6),)], 64), window_row(64))
+    num_tokens, rotary = len(tokens.positions), draw.rotation(tokens.max_len, 16)
+    q, kv = (strided(draw.normal(num_tokens + 2, n).to(dtype)) for n in (40, 64))
+    norms, wanted = (draw.normal(40), draw.normal(64)), dense(rows, window_row(64))
+    own = q[:-2], kv[:-2]
+    normed = ref.prepare_qkv(own, norms, 1e-6, wanted, rotary, tokens, "e4m3")
+    found = stores.prepare_qkv((q, kv), norms, 1e-6, rows, rotary, padded(tokens), "e4m3")
+    assert_close(found[:-2], normed)
+    # The sum of a row may be added in another order.
+    differ = unpack(rows, window_row(64)) != wanted.pool
+    assert differ.float().mean() < 0.01 and wanted.pool.any()
 
 
 def test_exponents_of_a_key_that_lie_far_apart() -> None:

@@ -38,21 +38,23 @@ def test_inputs_of_the_mixes_before(
     residual = inputs.outliers(num_tokens, 4, width, dtype=dtype)
     x, pre = inputs.normal(num_tokens, width, dtype=dtype), inputs.normal(num_tokens, 4).abs()
     post, res = inputs.normal(num_tokens, 4).abs(), inputs.normal(num_tokens, 4, 4).softmax(-1)
-    found = mhc.mhc_pre_delayed(None, residual, pre, w, PARAMS)
-    assert_all_close(found, ref.mhc_pre_delayed(None, residual, pre, w, PARAMS))
+
+    def check(last: Pending | None, given: Tensor, total: Tensor | None) -> None:
+        y, streams, parts = mhc.mhc_input(last, given, pre, w, PARAMS)
+        assert_close(streams, given if total is None else mhc_post(total, post, res, given))
+        assert_close(y, ref.mhc_input(None, streams, pre, w, PARAMS)[0])
+        assert (parts is None) == (num_tokens <= few)
+        mixes = mhc.mhc_mixes(streams, parts, w, PARAMS)
+        assert_all_close(mixes, ref.mhc_mixes(streams, None, w, PARAMS))
+
+    check(None, residual, None)
     each, ids = inputs.normal(num_tokens, 3, width, dtype=dtype), torch.zeros(num_tokens, 3).int()
-    terms = UnreducedExperts(each, ids, x, dtype)
-    lasts: list[tuple[Pending, Tensor]] = [((x, post, res), x)]
+    check((x, post, res), residual, x)
     if num_tokens <= few:
-        lasts.append(((terms, post, res), (each.float().sum(1) + x.float()).to(dtype)))
-    for last, total in lasts:
-        found = mhc.mhc_pre_delayed(last, residual, pre, w, PARAMS)
-        assert_close(found[4], mhc_post(total, post, res, residual))
-        assert_all_close(found, ref.mhc_pre_delayed(None, found[4], pre, w, PARAMS))
+        terms = UnreducedExperts(each, ids, x, dtype)
+        check((terms, post, res), residual, (each.float().sum(1) + x.float()).to(dtype))
     if num_tokens:
-        expanded = x[:, None].expand(-1, 4, -1)
-        found = mhc.mhc_pre_delayed(None, expanded, pre, w, PARAMS)
-        assert_all_close(found, ref.mhc_pre_delayed(None, expanded, pre, w, PARAMS))
+        check(None, x[:, None].expand(-1, 4, -1), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -91,9 +91,15 @@ class Attention:
     ) -> Tensor:
         """projected: the result of `project_index` for these tokens."""
         config, ops, w, heads = self.config, self.ops, self.weights, self.weights.heads
-        q_kv, width, eps = ops.linear(x_ND, w.wq_a_wkv), config.q_lora_rank, config.rms_norm_eps
-        self.store_window_row(q_kv[:, width:], inputs, rotary, cache)
-        q_NX = ops.linear(ops.rms_norm(q_kv[:, :width], w.q_norm, eps), heads.wq_b)
+        q_kv, width = ops.linear(x_ND, w.wq_a_wkv), config.q_lora_rank
+        latent_NQ = self.shared.prepare_qkv(
+            (q_kv[:, :width], q_kv[:, width:]),
+            (w.q_norm, w.kv_norm),
+            config.rms_norm_eps,
+            cache.rows("window", self.layer, inputs.tables),
+            *(rotary, inputs.tokens, "e4m3" if self.rounds else "none"),
+        )
+        q_NX = ops.linear(latent_NQ, heads.wq_b)
         out_NAC = q_NX.new_empty(len(q_NX), len(heads.attn_sink), config.head_dim)
         step = inputs, rotary, cache, published
         segments.eager(self.select_and_attend, q_NX, projected, *step, out_NAC)

@@ -1,8 +1,12 @@
 """Engram of one layer: rows of a table, addressed by the last tokens, added to residual streams.
 
-Legend: N tokens, S the most tokens of an n-gram, H residual streams, D hidden.
+Legend: N tokens, S the most tokens of an n-gram, X values of all its rows, H residual streams, D
+hidden.
 """
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
@@ -25,17 +29,24 @@ class Engram:
     ) -> None:
         self.config, self.ops, self.shared = config, ops, shared
         device = weights.q_weight.device
+        # The values of scaled rows are E4M3 with power-of-two scales already.
+        self.wkv = weights.wkv
+        if weights.embed.scale is not None:
+            self.wkv = replace(weights.wkv, input_group=0)
         hashes = within(hashes, len(weights.embed.rows))
         tensors = hashes.multipliers, hashes.sizes, hashes.starts
         self.weights = weights
         self.hashes = HashTensors(*(tensor.to(device) for tensor in tensors))
 
-    def __call__(self, streams_NHD: Tensor, recalled_NS: Tensor) -> Tensor:
-        """recalled_NS: the compressed ids of the last S tokens, the newest first."""
+    def look_up(self, recalled_NS: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows [N,X] that the compressed ids of the last S tokens address, the newest first."""
+        rows, scale = self.weights.embed.rows, self.weights.embed.scale
+        return self.shared.look_up(recalled_NS, self.hashes, rows, scale, dtype).flatten(1)
+
+    def __call__(self, streams_NHD: Tensor, rows_NX: Tensor) -> Tensor:
+        """rows_NX: those of `look_up`."""
         w, dim = self.weights, streams_NHD.shape[2]
-        rows, scale = w.embed.rows, w.embed.scale
-        values = self.shared.look_up(recalled_NS, self.hashes, rows, scale, streams_NHD.dtype)
-        kv = self.ops.linear(values.flatten(1), w.wkv)
+        kv = self.ops.linear(rows_NX, self.wkv)
         key_NHD = kv[:, :-dim].unflatten(1, (-1, dim))
         return self.shared.engram_gate(
             streams_NHD, key_NHD, kv[:, -dim:], w.q_weight, w.k_weight, self.config.rms_norm_eps

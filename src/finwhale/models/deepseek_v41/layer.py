@@ -1,12 +1,13 @@
-"""One decoder layer. Legend: N tokens, S recalled ids, H residual streams, D hidden."""
+"""One decoder layer. Legend: N tokens, X values of Engram's rows, H residual streams, D hidden."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.layer import mhc_params
-from finwhale.models.deepseek_v4.moe import Moe, SharedMoe
+from finwhale.models.deepseek_v4.moe import SHARED_STREAM, Moe, SharedMoe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v41.attention import Attention, Published
@@ -17,7 +18,9 @@ from finwhale.models.deepseek_v41.weight_classes import LayerWeights
 from finwhale.models.step_inputs import Segments
 from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import HashTensors, Pending, SharedEntryOps
+from finwhale.ops.mhc import MhcWeight
 
+Mixes = tuple[Tensor, Tensor, Tensor]
 LayerState = tuple[Pending | None, Tensor, Tensor]
 
 
@@ -41,7 +44,7 @@ class DecoderLayer:
         round_activations: bool,
     ) -> None:
         self.ops, self.shared, self.ranks, self.weights = ops, shared, ranks, weights
-        self.params = mhc_params(config)
+        self.side_streams, self.params = side_streams, mhc_params(config)
         self.attn = Attention(
             config, ops, shared, weights.attn, layer, round_activations=round_activations
         )
@@ -60,38 +63,52 @@ class DecoderLayer:
         cache: PagedCache,
         published: Published,
         segments: Segments,
-        recalled_NS: Tensor | None,
+        rows_NX: Tensor | None,
         on_input: Callable[[Tensor], None] | None = None,
         tail: Tail | None = None,
     ) -> LayerState:
         """Calls `on_input` with the residual streams at the attention input.
 
         Args:
+            rows_NX: those that Engram looked up for this layer, if it has one.
             tail: the layer, a KV source, writes the entries of all tokens, and computes the rest
                 for these only.
         """
-        w, mhc_pre = self.weights, self.shared.mhc_pre
         if self.engram is not None:
-            assert recalled_NS is not None
-            state = None, self.engram(self.streams(state), recalled_NS), state[2]
-        x, post, res, pre_NH, streams_NHD = mhc_pre(*state, w.hc_attn, self.params)
+            assert rows_NX is not None
+            state = None, self.engram(self.streams(state), rows_NX), state[2]
+        x, streams_NHD, mixes = self._input(state, self.weights.hc_attn)
         if on_input is not None:
             on_input(streams_NHD)
         projected = self.attn.project_index(x, parts.inputs, parts.writing, rotary, cache)
         if tail is not None:
             assert projected is not None
+            self.side_streams.join(SHARED_STREAM)
             parts, rows = tail.parts, tail.rows
-            x, post, res, pre_NH = x[rows], post[rows], res[rows], pre_NH[rows]
-            streams_NHD, projected = streams_NHD[rows], projected[rows]
+            x, streams_NHD, projected = x[rows], streams_NHD[rows], projected[rows]
+            mixes = mixes[0][rows], mixes[1][rows], mixes[2][rows]
             if not len(rows):
-                return None, streams_NHD, pre_NH
+                return None, streams_NHD, mixes[0]
         where = parts.inputs, rotary, cache, published, segments
         total = self.ranks.reduce(self.attn(x, projected, *where), x.dtype)
-        state = (total, post, res), streams_NHD, pre_NH
-        x, post, res, pre_NH, streams_NHD = mhc_pre(*state, w.hc_ffn, self.params)
+        self.side_streams.join(SHARED_STREAM)
+        state = (total, *mixes[1:]), streams_NHD, mixes[0]
+        x, streams_NHD, mixes = self._input(state, self.weights.hc_ffn)
         ffn = self.ffn.terms if self.ranks.can_fuse_reduce(*x.shape) else self.ffn
         total = self.ranks.reduce(ffn(x, parts.inputs), x.dtype)
-        return (total, post, res), streams_NHD, pre_NH
+        # The experts have joined the stream of the mixes.
+        return (total, *mixes[1:]), streams_NHD, mixes[0]
+
+    def _input(self, state: LayerState, w: MhcWeight) -> tuple[Tensor, Tensor, Mixes]:
+        """A block's input and residual streams, and its mixes (pre, post, res).
+
+        Use the mixes after a join of SHARED_STREAM: of few tokens, they are computed there, beside
+        the block.
+        """
+        x, streams_NHD, parts = self.shared.mhc_input(*state, w, self.params)
+        mix = partial(self.shared.mhc_mixes, streams_NHD, parts, w, self.params)
+        mixes = self.side_streams.start(SHARED_STREAM, mix) if parts is None else mix()
+        return x, streams_NHD, mixes
 
     def streams(self, state: LayerState) -> Tensor:
         """The residual streams [N,H,D] after the last block's post step."""

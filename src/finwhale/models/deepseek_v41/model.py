@@ -7,7 +7,7 @@ The ranks divide heads, experts and vocabulary, and each computes all tokens
 (deepseek_v4/tensor_parallel.py has the method, and that of data-parallel ranks).
 
 Legend: N tokens, M rows whose logits are wanted, S recalled ids, H residual streams, D hidden,
-V vocabulary, X tokens of it whose rows of the LM head this rank holds.
+V vocabulary, X tokens of it whose rows of the LM head this rank holds, or values of Engram's rows.
 """
 
 import sys
@@ -44,6 +44,7 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.weights.tree import leaves
 
 ALONE = Alone()
+ENGRAM_STREAM = 0  # of SideStreams
 
 
 class DeepseekV41:
@@ -73,7 +74,7 @@ class DeepseekV41:
         self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
         self.ranks.divided_tokens = sys.maxsize  # each rank computes all tokens
         self.vocab_part, self.sample = vocabulary(ops, self.ranks, config.vocab_size)
-        side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
+        self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
         thetas = config.rope_theta, config.compress_rope_theta
         rope = config.qk_rope_head_dim, thetas, config.rope_scaling
         self.tables = RotaryTables(*rope, max_positions, weights.embed.device)
@@ -85,7 +86,7 @@ class DeepseekV41:
             self.compressed_ids = compressed_ids.to(weights.embed.device)
 
         def layers(parts: Sequence[LayerWeights], first: int) -> list[DecoderLayer]:
-            shared = config, ops, self.shared, self.ranks, side_streams
+            shared = config, ops, self.shared, self.ranks, self.side_streams
             make = partial(DecoderLayer, *shared, round_activations=round_activations)
             return [make(part, i, hashes.get(i)) for i, part in enumerate(parts, first)]
 
@@ -209,31 +210,48 @@ class DeepseekV41:
         x = self.weights.embed.index_select(0, parts.inputs.token_ids)
         streams = x[:, None].expand(-1, self.config.hc_mult, -1)
         state: LayerState = None, streams, self.first_mixes.repeat(len(x), 1)
-        recalled = None
-        if any(layer.engram is not None for layer in layers):
-            recalled = self._recalled(parts, cache)
+        looked_up = self._look_up(layers, parts, cache)
         for at, layer in enumerate(layers):
             number = layer.attn.layer
             rotary = self.tables.compressed if layer.attn.ratio else self.tables.plain
             watch = None if on_input is None else partial(on_input, number)
             tail = parts.tail if number == self.config.first_tail_layer else None
-            where = rotary, cache, self.published, segments, recalled
+            if layer.engram is not None:
+                self.side_streams.join(ENGRAM_STREAM)
+            where = rotary, cache, self.published, segments, looked_up.pop(number, None)
             state = layer(state, parts, *where, watch, tail)
             if tail is not None:
-                parts, recalled = tail.parts, None if recalled is None else recalled[tail.rows]
+                parts = tail.parts
+                self.side_streams.join(ENGRAM_STREAM)
+                looked_up = {i: rows[tail.rows] for i, rows in looked_up.items()}
                 if not len(tail.rows):
                     if self.ranks.rank.data_parallel:
                         self.serve_layers(layers[at:], parts.inputs.lane_rows)
                     break
         return self.shared.collapse(layers[-1].streams(state), state[2])
 
-    def _recalled(self, parts: StepParts, cache: PagedCache) -> Tensor:
-        """The compressed ids [N,S] of the last tokens."""
+    def _look_up(
+        self, layers: Sequence[DecoderLayer], parts: StepParts, cache: PagedCache
+    ) -> dict[int, Tensor]:
+        """Engram's rows [N,X] by layer. They are read beside the layers before it.
+
+        Use them after a join of ENGRAM_STREAM.
+        """
+        engrams = {layer.attn.layer: layer.engram for layer in layers if layer.engram is not None}
         engram = self.config.engram
+        if not engrams:
+            return {}
         assert engram is not None and self.compressed_ids is not None
         rows = cache.rows("engram_ids", engram.layer_ids[0], parts.inputs.tables)
         own = self.compressed_ids.index_select(0, parts.inputs.token_ids)
-        return self.shared.recall_ids(own, engram.max_ngram_size, self.pad, rows, parts.recalling)
+        recalled_NS = self.shared.recall_ids(
+            own, engram.max_ngram_size, self.pad, rows, parts.recalling
+        )
+
+        def look_up() -> dict[int, Tensor]:
+            return {i: layer.look_up(recalled_NS, self.dtype) for i, layer in engrams.items()}
+
+        return self.side_streams.start(ENGRAM_STREAM, look_up)
 
     def compute_logits(self, streams_M1D: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of collapsed hidden states."""

@@ -41,6 +41,22 @@ class StoreRows(Protocol):
         """values [N,C]; rotary [L,R/2,2] float32 (cos, sin)."""
 
 
+class PrepareQkv(Protocol):
+    """RMSNorm of the latents of query and kv, each with its weight; then StoreRows of kv's."""
+
+    def __call__(
+        self,
+        latents: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor],
+        eps: float,
+        rows: CacheRows,
+        rotary_LR: Tensor,
+        tokens: Tokens,
+        rounding: RowRounding,
+    ) -> Tensor:
+        """latents: [N,Q] and [N,C], whose rows may be strided. Returns the query's [N,Q]."""
+
+
 class MergePairs(Protocol):
     """The latents of pairs of tokens: RMSNorm(sum over both of softmax(gate) * kv), per channel.
 
@@ -122,9 +138,9 @@ Pending = tuple[Terms | Tensor, Tensor, Tensor]
 """A block's output x [N,D] and its mixes post [N,H] and res [N,H,H], whose post step is pending."""
 
 
-class MhcPreDelayed(Protocol):
-    """The pending post step (mhc.MhcPost), if there is one; then like mhc.MhcPre, but the input is
-    collapsed with the mixes of the block before: x = RMSNorm(sum_i pre_i X_i).
+class MhcInput(Protocol):
+    """The pending post step (mhc.MhcPost), if there is one; then a block's input, collapsed with
+    the mixes of the block before: RMSNorm(sum_i pre_i X_i).
     """
 
     def __call__(
@@ -134,11 +150,25 @@ class MhcPreDelayed(Protocol):
         pre_NH: Tensor,
         w: MhcWeight,
         params: MhcParams,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns x [N,D] in the residual's dtype; this block's own mixes in float32: post [N,H],
-        res [N,H,H] and pre [N,H], for the next block; and the new residual streams [N,H,D].
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the input [N,D] in the residual's dtype; the new residual streams [N,H,D]; and
+        parts of their products with w.fn for `MhcMixes`, if they cost less here than there.
 
-        x may be the terms of a sum, if the table has FusedReduceMhc.
+        The block's output may be the terms of a sum, if the table has FusedReduceMhc.
+        """
+
+
+class MhcMixes(Protocol):
+    """A block's own mixes, as mhc.MhcPre has them. Only the next block reads them."""
+
+    def __call__(
+        self, streams_NHD: Tensor, parts: Tensor | None, w: MhcWeight, params: MhcParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns pre [N,H], post [N,H] and res [N,H,H] in float32.
+
+        Args:
+            streams_NHD: the block's residual streams.
+            parts: those that MhcInput returned with them.
         """
 
 
@@ -221,9 +251,11 @@ class SharedEntryOps:
     """The operators of this package, one typed field each."""
 
     store_rows: StoreRows
+    prepare_qkv: PrepareQkv
     merge_pairs: MergePairs
     select: SelectShared
-    mhc_pre: MhcPreDelayed
+    mhc_input: MhcInput
+    mhc_mixes: MhcMixes
     collapse: Collapse
     recall_ids: RecallIds
     look_up: LookUp

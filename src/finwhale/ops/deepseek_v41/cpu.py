@@ -4,6 +4,7 @@ The package has the legend.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,22 +16,29 @@ from finwhale.ops.deepseek_v41 import IndexRule, Pending, Selection, ref
 from finwhale.ops.indexer.cpu import MAX_SCORES, best_indices, weighted_scores
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.mhc.cpu import mhc_post, mixes_of
+from finwhale.ops.norm.cpu import rms_norm
 from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.slots import ENTRY_PAD, entry_slots, padded, token_groups
 
 
-def mhc_pre_delayed(
+def mhc_input(
     last: Pending | None, residual_NHD: Tensor, pre_NH: Tensor, w: MhcWeight, params: MhcParams
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, None]:
     if last is not None:
         x, post, res = last
         assert isinstance(x, Tensor)
         residual_NHD = mhc_post(x, post, res, residual_NHD)
     residual: F32 = np.ascontiguousarray(residual_NHD.numpy())
-    own = [torch.from_numpy(part) for part in mixes_of(residual, w, params)]
     collapsed = cpu_math.matmul(pre_NH.numpy()[:, None], residual)[:, 0]
     x_ND = cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps)
-    return torch.from_numpy(x_ND), own[1], own[2], own[0], residual_NHD
+    return torch.from_numpy(x_ND), residual_NHD, None
+
+
+def mhc_mixes(
+    streams_NHD: Tensor, parts: Tensor | None, w: MhcWeight, params: MhcParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    pre, post, res = mixes_of(np.ascontiguousarray(streams_NHD.numpy()), w, params)
+    return torch.from_numpy(pre), torch.from_numpy(post), torch.from_numpy(res)
 
 
 def engram_gate(
@@ -159,4 +167,11 @@ def _highest(scores_NE: F32, most: int) -> I64:
     return found
 
 
-OPS = replace(ref.OPS, select=select_shared, mhc_pre=mhc_pre_delayed, engram_gate=engram_gate)
+OPS = replace(
+    ref.OPS,
+    prepare_qkv=partial(ref.prepare_qkv, norm=rms_norm),
+    select=select_shared,
+    mhc_input=mhc_input,
+    mhc_mixes=mhc_mixes,
+    engram_gate=engram_gate,
+)

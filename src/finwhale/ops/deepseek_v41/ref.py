@@ -15,6 +15,7 @@ from finwhale.ops.deepseek_v41 import (
 )
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.mhc.ref import mhc_post, mixes
+from finwhale.ops.norm import RmsNorm
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import round_e4m3, scaled_fp4, unscaled_fp4
@@ -67,6 +68,22 @@ def store_rows(
     at = rows.table.slots(tokens.host_sequence[which.cpu().numpy()], number.cpu().numpy())
     slots = torch.from_numpy(at).to(positions.device)
     rows.pool.index_copy_(0, slots, _rounded(own, rounding).to(rows.pool.dtype))
+
+
+def prepare_qkv(
+    latents: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    rows: CacheRows,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    rounding: RowRounding,
+    *,
+    norm: RmsNorm = rms_norm,
+) -> Tensor:
+    q_NQ, kv_NC = (norm(x, w, eps) for x, w in zip(latents, norms, strict=True))
+    store_rows(kv_NC, rows, rotary_LR, tokens, 1, rounding)
+    return q_NQ
 
 
 def merge_pairs(
@@ -150,18 +167,22 @@ def _best(scores: Tensor, most: int) -> Tensor:
     return order[scores[order] > -torch.inf].sort().values
 
 
-def mhc_pre_delayed(
+def mhc_input(
     last: Pending | None, residual_NHD: Tensor, pre_NH: Tensor, w: MhcWeight, params: MhcParams
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, None]:
     if last is not None:
         x, post, res = last
         assert isinstance(x, Tensor)
         residual_NHD = mhc_post(x, post, res, residual_NHD)
-    residual = residual_NHD.float()
-    own_NH, post_NH, res_NHH = mixes(residual, w, params)
-    x_ND = torch.bmm(pre_NH[:, None], residual).squeeze(1)
+    x_ND = torch.bmm(pre_NH[:, None], residual_NHD.float()).squeeze(1)
     x_ND = rms_norm(x_ND, w.norm, params.rms_eps).to(residual_NHD.dtype)
-    return x_ND, post_NH, res_NHH, own_NH, residual_NHD
+    return x_ND, residual_NHD, None
+
+
+def mhc_mixes(
+    streams_NHD: Tensor, parts: Tensor | None, w: MhcWeight, params: MhcParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    return mixes(streams_NHD.float(), w, params)
 
 
 def recall_ids(ids_N: Tensor, size: int, pad: int, rows: CacheRows, tokens: Tokens) -> Tensor:
@@ -221,9 +242,11 @@ def engram_gate(
 
 OPS = SharedEntryOps(
     store_rows=store_rows,
+    prepare_qkv=prepare_qkv,
     merge_pairs=merge_pairs,
     select=select_shared,
-    mhc_pre=mhc_pre_delayed,
+    mhc_input=mhc_input,
+    mhc_mixes=mhc_mixes,
     collapse=collapse,
     recall_ids=recall_ids,
     look_up=look_up,

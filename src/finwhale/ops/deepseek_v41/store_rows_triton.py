@@ -1,14 +1,17 @@
 """Rows of the cache as one Triton kernel: rope, rounding and packing (layout.py).
 
 A program stores the row of one token, if the token completes one: a window row, an entry or an
-index key. The divisions by the scales of entries are rounded to nearest, so that only the rope may
-give other last bits than the reference: a GPU fuses its products and sums.
+index key. `prepare_qkv` normalises it before, and has a second program per token, which normalises
+the query's latent. The divisions by the scales of entries are rounded to nearest, so that only the
+rope may give other last bits than the reference: a GPU fuses its products and sums.
 
 Bytes per token: 2 C (bfloat16) or 4 C (float32) for the values, 528, 288 or 68 for the record, and
 4 R for the rotation. The floor for 8192 window rows at 4.39 TB/s is 3.4 us; for a few tokens, it is
 the launch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -66,6 +69,12 @@ def rounded_row(row, C: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
+def _normalised(x, weight, D, eps):
+    values = x.to(tl.float32)
+    return (values * tl.rsqrt(tl.sum(values * values) / D + eps) * weight).to(x.dtype)
+
+
+@triton.jit
 def _store_rows_kernel(
     values_ptr,
     pool_ptr,
@@ -78,17 +87,39 @@ def _store_rows_kernel(
     stride_page,
     stride_pages,
     R,
+    q_ptr,
+    q_out_ptr,
+    q_norm_ptr,
+    norm_ptr,
+    stride_q,
+    Q,
+    eps,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     RATIO: tl.constexpr,
     FORM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotate, round and store a token's row of C values."""
+    """Rotate, round and store a token's row of C values.
+
+    BLOCK_Q: at least Q: normalise the row before, and the query's latent in program (token, 1); 0:
+    the values are normalised.
+    """
     GROUP: tl.constexpr = 16 if FORM == ENTRY else 32
     BYTES: tl.constexpr = C if FORM == WINDOW else C // 2
     start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
+    if BLOCK_Q:
+        if tl.program_id(1) == 1:
+            column = tl.arange(0, BLOCK_Q)
+            weight = tl.load(q_norm_ptr + column, mask=column < Q, other=0.0)
+            wait_for_last(PDL)
+            q = tl.load(q_ptr + token * stride_q + column, mask=column < Q, other=0.0)
+            q = _normalised(q, weight, Q, eps)
+            tl.store(q_out_ptr + token * Q + column, q, mask=column < Q)
+            return
+        norm = tl.load(norm_ptr + tl.arange(0, C))
     position = tl.load(positions_ptr + token)
     if (position < 0) | ((position + 1) % RATIO != 0):
         wait_for_last(PDL)
@@ -100,7 +131,10 @@ def _store_rows_kernel(
     page_ptr, offset = pool_ptr + page * stride_page, number % ROWS
     cos, sin = rotation(rotary_ptr + number * RATIO * R, 0, C, R, C)
     wait_for_last(PDL)
-    row = tl.load(values_ptr + token * stride_values + tl.arange(0, C)).to(tl.float32)
+    row = tl.load(values_ptr + token * stride_values + tl.arange(0, C))
+    if BLOCK_Q:
+        row = _normalised(row, norm, C, eps)
+    row = row.to(tl.float32)
     values, scales = rounded_row(rotate_row(row, cos, sin, C), C, FORM)
     tl.store(page_ptr + offset * BYTES + tl.arange(0, BYTES), values)
     scale_ptr = page_ptr + ROWS * BYTES + offset * (C // GROUP)
@@ -121,6 +155,38 @@ def store_rows(
     early_launch: bool = False,
 ) -> None:
     """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
+    _launch(values_NC, rows, rotary_LR, tokens, ratio, rounding, None, early_launch)
+
+
+def prepare_qkv(
+    latents: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    rows: CacheRows,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    rounding: RowRounding,
+    *,
+    early_launch: bool = False,
+) -> Tensor:
+    """Supports what `store_rows` does."""
+    (q_NQ, kv_NC), out_NQ = latents, latents[0].new_empty(latents[0].shape)
+    query = (q_NQ, out_NQ, *norms, q_NQ.stride(0), q_NQ.shape[1], eps)
+    _launch(kv_NC, rows, rotary_LR, tokens, 1, rounding, query, early_launch)
+    return out_NQ
+
+
+def _launch(
+    values_NC: Tensor,
+    rows: CacheRows,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    ratio: int,
+    rounding: RowRounding,
+    query: tuple[Any, ...] | None,
+    early_launch: bool,
+) -> None:
+    """query: the kernel's arguments for `prepare_qkv`."""
     if rounding == "none":
         raise ValueError("a packed pool's rows are rounded; rounding 'none' needs a dense pool")
     forms = {"e4m3": (WINDOW, window_row), "fp4": (ENTRY, entry), "key": (KEY, index_key)}
@@ -130,14 +196,16 @@ def store_rows(
     if num_tokens == 0:
         return
     table = rows.table
-    _store_rows_kernel[(len(tokens.positions),)](
+    _store_rows_kernel[(len(tokens.positions), 1 if query is None else 2)](
         *(values_NC, rows.pool, rotary_LR, tokens.positions, tokens.sequence),
         *(table.pages, table.first, values_NC.stride(0), rows.pool.stride(0)),
         *(table.pages.stride(0), 2 * rotary_LR.shape[1]),
+        *(query or (*(values_NC,) * 4, 0, 0, 0.0)),
         C=width,
         ROWS=table.rows_per_page,
         RATIO=ratio,
         FORM=form.value,
+        BLOCK_Q=0 if query is None else triton.next_power_of_2(query[0].shape[1]),
         num_warps=max(1, min(4, width // VALUES_PER_WARP)),
         **launch_options(early_launch),
     )

@@ -339,38 +339,50 @@ def _launch_many(p: FirstPass, options: MhcOptions) -> None:
     )
 
 
-def _run_block_input(
+Mixes = tuple[Tensor, Tensor, Tensor]
+
+
+def empty_mixes(streams_NHD: Tensor) -> Mixes:
+    """Allocate pre [N,H], post [N,H] and res [N,H,H]."""
+    (num_tokens, streams, _), device = streams_NHD.shape, streams_NHD.device
+    pre, post = torch.empty((2, num_tokens, streams), dtype=torch.float32, device=device)
+    return pre, post, pre.new_empty(num_tokens, streams, streams)
+
+
+def run_gates(
+    parts: Tensor, width: int, w: MhcWeight, mixes: Mixes, params: MhcParams, options: MhcOptions
+) -> None:
+    """Compute the mixes of more than FEW_TOKENS."""
+    num_tokens, slots, rows = parts.shape
+    gates_kernel[(triton.cdiv(num_tokens, 32),)](
+        *(parts, w.scale, w.base, *mixes),
+        *(num_tokens, width, params.eps, params.rms_eps),
+        ITERS=params.num_iters,
+        COMPILED=options.inline_asm,
+        SLOTS=slots,
+        ROWS=rows,
+        BLOCK_N=32,
+        num_warps=1,
+    )
+
+
+def run_block_input(
     streams_NHD: Tensor,
     parts: Tensor,
     w: MhcWeight | HcHeadWeight,
+    mixes: Mixes,
+    kind: str,
     params: MhcParams,
     options: MhcOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the second pass; returns (block input, post, res). hc_head has no post and res."""
-    (num_tokens, streams, width), device = streams_NHD.shape, streams_NHD.device
-    check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
-    y_ND = torch.empty((num_tokens, width), dtype=streams_NHD.dtype, device=device)
-    pre = post = res = y_ND
-    if isinstance(w, MhcWeight):
-        shapes = (num_tokens, streams), (num_tokens, streams), (num_tokens, streams, streams)
-        pre, post, res = (torch.empty(s, dtype=torch.float32, device=device) for s in shapes)
+) -> Tensor:
+    """Compute the block's input. kind: KIND of the kernel, which says what it reads and writes."""
+    num_tokens, _, width = streams_NHD.shape
+    y_ND = torch.empty((num_tokens, width), dtype=streams_NHD.dtype, device=streams_NHD.device)
     if num_tokens == 0:
-        return y_ND, post, res
-    few, kind = MhcPlan.of(num_tokens, streams_NHD.dtype, options).few, "head"
+        return y_ND
+    few = MhcPlan.of(num_tokens, streams_NHD.dtype, options).few
     _, slots, rows = parts.shape
-    if isinstance(w, MhcWeight):
-        kind = "block" if few else "given"
-    if kind == "given":
-        gates_kernel[(triton.cdiv(num_tokens, 32),)](
-            *(parts, w.scale, w.base, pre, post, res),
-            *(num_tokens, width, params.eps, params.rms_eps),
-            ITERS=params.num_iters,
-            COMPILED=options.inline_asm,
-            SLOTS=slots,
-            ROWS=rows,
-            BLOCK_N=32,
-            num_warps=1,
-        )
+    pre, post, res = mixes
     block_d = triton.next_power_of_2(width)
     block_input_kernel[(num_tokens, 2 if kind == "block" else 1)](
         *(streams_NHD, parts, pre, w.scale, w.base, w.norm, post, res, y_ND),
@@ -385,14 +397,27 @@ def _run_block_input(
         num_warps=min(16, max(1, block_d // (1024 if few else 512))),
         **launch_options(few and options.early_launch),
     )
-    return y_ND, post, res
+    return y_ND
+
+
+def _second_pass(
+    streams_NHD: Tensor, parts: Tensor, w: MhcWeight, params: MhcParams, options: MhcOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (block input, post, res)."""
+    check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
+    mixes, kind = empty_mixes(streams_NHD), "block"
+    if not MhcPlan.of(len(streams_NHD), streams_NHD.dtype, options).few:
+        kind = "given"
+        run_gates(parts, streams_NHD.shape[2], w, mixes, params, options)
+    y_ND = run_block_input(streams_NHD, parts, w, mixes, kind, params, options)
+    return y_ND, mixes[1], mixes[2]
 
 
 def mhc_pre(
     residual_NHD: Tensor, w: MhcWeight, params: MhcParams, *, options: MhcOptions = DEFAULT
 ) -> tuple[Tensor, Tensor, Tensor]:
     streams, parts = run_streams(residual_NHD, None, w.fn, options)
-    return _run_block_input(streams, parts, w, params, options)
+    return _second_pass(streams, parts, w, params, options)
 
 
 def mhc_post(
@@ -417,11 +442,12 @@ def mhc_post_pre(
     options: MhcOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams, parts = run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, options)
-    return *_run_block_input(streams, parts, w, params, options), streams
+    return *_second_pass(streams, parts, w, params, options), streams
 
 
 def hc_head(
     streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, *, options: MhcOptions = DEFAULT
 ) -> Tensor:
     streams, parts = run_streams(streams_NHD, None, w.fn, options)
-    return _run_block_input(streams, parts, w, params, options)[0]
+    check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
+    return run_block_input(streams, parts, w, (parts,) * 3, "head", params, options)

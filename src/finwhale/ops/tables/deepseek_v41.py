@@ -1,7 +1,4 @@
-"""DeepSeek-V4.1's operators on Hopper GPUs: groups of 32 values, and its own records in the cache.
-
-The kernels have run in Triton's interpreter and compile for sm90; no engine uses the table yet.
-"""
+"""DeepSeek-V4.1's operators on Hopper GPUs: groups of 32 values, and its own cache records."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +13,7 @@ from finwhale.ops.deepseek_v41 import (
     select_triton,
 )
 from finwhale.ops.deepseek_v41.merge_pairs_triton import merge_pairs
-from finwhale.ops.deepseek_v41.store_rows_triton import store_rows
+from finwhale.ops.deepseek_v41.store_rows_triton import prepare_qkv, store_rows
 from finwhale.ops.linear import ref as linear_ref
 from finwhale.ops.mhc import mhc_triton
 from finwhale.ops.moe import router_triton
@@ -58,13 +55,15 @@ def table(base: Ops, platform: Platform, *, hopper: bool = True) -> Ops:
         swiglu_mlp=of_gemm(gemm_triton.swiglu_mlp),
         shared_entries=SharedEntryOps(
             store_rows=early(store_rows),
+            prepare_qkv=early(prepare_qkv),
             merge_pairs=early(merge_pairs),
             select=early(
                 select_triton.select_shared,
                 inline_asm=hopper,
                 num_multiprocessors=multiprocessors,
             ),
-            mhc_pre=of_mhc(mhc_delayed_triton.mhc_pre_delayed),
+            mhc_input=of_mhc(mhc_delayed_triton.mhc_input),
+            mhc_mixes=of_mhc(mhc_delayed_triton.mhc_mixes),
             collapse=early(mhc_delayed_triton.collapse),
             recall_ids=early(engram_triton.recall_ids),
             look_up=early(engram_triton.look_up),
