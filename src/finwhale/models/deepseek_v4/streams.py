@@ -23,6 +23,7 @@ class SideStreams:
 
     def __init__(self, device: torch.device, wanted: bool = True) -> None:
         self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.started = set[int]()  # and not joined yet
         if wanted and device.type == "cuda":
             self.streams = tuple(torch.cuda.Stream(device, priority=p) for p in PRIORITIES)
 
@@ -35,13 +36,20 @@ class SideStreams:
         if not self.streams:
             return work()
         stream = self.streams[index]
+        self.started.add(index)
         stream.wait_stream(torch.cuda.current_stream())
         if after is not None:
             stream.wait_stream(self.streams[after])
+            self.started.discard(after)
         with torch.cuda.stream(stream):
             return work()
 
     def join(self, index: int) -> None:
-        """Make later work on the current CUDA stream wait for the side stream."""
-        if self.streams:
+        """Make later work on the current CUDA stream wait for the side stream.
+
+        If nothing has started there since the last join, this does nothing: a CUDA graph must not
+        wait for work from before its capture.
+        """
+        if index in self.started:
+            self.started.remove(index)
             torch.cuda.current_stream().wait_stream(self.streams[index])

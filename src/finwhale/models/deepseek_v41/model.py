@@ -30,6 +30,7 @@ from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel, vocabula
 from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
+from finwhale.models.deepseek_v41.engram import Engram
 from finwhale.models.deepseek_v41.engram_hash import engram_hashes
 from finwhale.models.deepseek_v41.layer import DecoderLayer, LayerState
 from finwhale.models.deepseek_v41.step_parts import StepParts, step_parts
@@ -210,13 +211,18 @@ class DeepseekV41:
         x = self.weights.embed.index_select(0, parts.inputs.token_ids)
         streams = x[:, None].expand(-1, self.config.hc_mult, -1)
         state: LayerState = None, streams, self.first_mixes.repeat(len(x), 1)
-        looked_up = self._look_up(layers, parts, cache)
+        engrams = {layer.attn.layer: layer.engram for layer in layers if layer.engram is not None}
+        looked_up = dict[int, Tensor]()
+        if engrams:
+            # The layers before Engram's run while its rows are read.
+            read = partial(self._look_up, engrams, parts, cache)
+            looked_up = self.side_streams.start(ENGRAM_STREAM, read)
         for at, layer in enumerate(layers):
             number = layer.attn.layer
             rotary = self.tables.compressed if layer.attn.ratio else self.tables.plain
             watch = None if on_input is None else partial(on_input, number)
             tail = parts.tail if number == self.config.first_tail_layer else None
-            if layer.engram is not None:
+            if number in engrams:
                 self.side_streams.join(ENGRAM_STREAM)
             where = rotary, cache, self.published, segments, looked_up.pop(number, None)
             state = layer(state, parts, *where, watch, tail)
@@ -231,27 +237,15 @@ class DeepseekV41:
         return self.shared.collapse(layers[-1].streams(state), state[2])
 
     def _look_up(
-        self, layers: Sequence[DecoderLayer], parts: StepParts, cache: PagedCache
+        self, engrams: dict[int, Engram], parts: StepParts, cache: PagedCache
     ) -> dict[int, Tensor]:
-        """Engram's rows [N,X] by layer. They are read beside the layers before it.
-
-        Use them after a join of ENGRAM_STREAM.
-        """
-        engrams = {layer.attn.layer: layer.engram for layer in layers if layer.engram is not None}
+        """Engram's rows [N,X] by layer."""
         engram = self.config.engram
-        if not engrams:
-            return {}
         assert engram is not None and self.compressed_ids is not None
         rows = cache.rows("engram_ids", engram.layer_ids[0], parts.inputs.tables)
-        own = self.compressed_ids.index_select(0, parts.inputs.token_ids)
-        recalled_NS = self.shared.recall_ids(
-            own, engram.max_ngram_size, self.pad, rows, parts.recalling
-        )
-
-        def look_up() -> dict[int, Tensor]:
-            return {i: layer.look_up(recalled_NS, self.dtype) for i, layer in engrams.items()}
-
-        return self.side_streams.start(ENGRAM_STREAM, look_up)
+        own, size = self.compressed_ids[parts.inputs.token_ids], engram.max_ngram_size
+        recalled_NS = self.shared.recall_ids(own, size, self.pad, rows, parts.recalling)
+        return {i: layer.look_up(recalled_NS, self.dtype) for i, layer in engrams.items()}
 
     def compute_logits(self, streams_M1D: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of collapsed hidden states."""
