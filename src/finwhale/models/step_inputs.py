@@ -72,7 +72,13 @@ class StepInputs:
 
 
 class Segments(Protocol):
-    """Divides a forward into captured graphs and functions that run eagerly between them."""
+    """Divides a forward into captured graphs and functions that run eagerly between them.
+
+    Attributes:
+        breaks: `eager` ends a graph, in which no side stream may have work then.
+    """
+
+    breaks: bool
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Run `fn` outside the captured graph. `fn` writes into its arguments.
@@ -83,6 +89,8 @@ class Segments(Protocol):
 
 class Inline:
     """Segments without a capture: `eager` calls the function."""
+
+    breaks = False
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         fn(*args, **kwargs)

@@ -42,6 +42,8 @@ class _BoundVariants:
     def __init__(self, bounds: Sequence[tuple[int, int]]) -> None:
         self._bounds = bounds
 
+    breaks = False
+
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         for bounds in self._bounds:
             changed = (arg.bounded(*bounds) if isinstance(arg, StepInputs) else arg for arg in args)

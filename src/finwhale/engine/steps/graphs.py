@@ -78,7 +78,7 @@ class Recorder:
 
     def __init__(self, breaks: bool, pool: Any) -> None:
         self.parts: list[torch.cuda.CUDAGraph | tuple[Callable[..., None], Any, Any]] = []
-        self._breaks = breaks
+        self.breaks = breaks
         self._pool = pool
 
     def record(self, forward: Callable[[A, Segments], T], inputs: A) -> T:
@@ -89,7 +89,7 @@ class Recorder:
             self._close()
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        if not self._breaks:
+        if not self.breaks:
             fn(*args, **kwargs)
             return
         self._close()

@@ -53,3 +53,7 @@ class SideStreams:
         if index in self.started:
             self.started.remove(index)
             torch.cuda.current_stream().wait_stream(self.streams[index])
+
+    def join_all(self) -> None:
+        for index in tuple(self.started):
+            self.join(index)

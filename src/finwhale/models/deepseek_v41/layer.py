@@ -89,6 +89,8 @@ class DecoderLayer:
             mixes = mixes[0][rows], mixes[1][rows], mixes[2][rows]
             if not len(rows):
                 return None, streams_NHD, mixes[0]
+        if segments.breaks:
+            self.side_streams.join_all()
         where = parts.inputs, rotary, cache, published, segments
         total = self.ranks.reduce(self.attn(x, projected, *where), x.dtype)
         self.side_streams.join(SHARED_STREAM)

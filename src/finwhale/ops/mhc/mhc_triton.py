@@ -9,7 +9,7 @@ normalised input.
   32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
   runs the Sinkhorn iterations in parallel with the block's input. With `early_launch`, both kernels
   start before the previous kernel ends, and read only weights until it has ended (but one token's
-  `streams_few_kernel` starts after it). If x is `UnreducedExperts`, each program adds its tile of
+  GEMM starts after it). If x is `UnreducedExperts`, each program adds its tile of
   the experts' outputs. If x is a `PartialSum`, `sum_streams_few_kernel` replaces
   `streams_few_kernel`: each program exchanges its tile of x with the same program on the other
   ranks.
@@ -293,8 +293,9 @@ def run_streams(
 def _launch_few(p: FirstPass, options: MhcOptions, phases: Phases) -> None:
     num_tokens, _, width = p.streams.shape
     channel = None if p.post is None else p.post.channel
-    # For one token, an early start makes a step 3% slower on one H200, and gains nothing on two.
-    early = options.early_launch and num_tokens > 1
+    # For one token, an early start of the GEMM makes a step 3% slower on one H200, and gains nothing
+    # on two.
+    early = options.early_launch and (num_tokens > 1 or p.fn is None)
     grid = p.plan.grid(num_tokens, width)
     x, experts, topk = p.streams, (p.streams, p.streams, 0), 0
     if p.post is not None:
