@@ -7,7 +7,7 @@ from torch import Tensor
 
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.layer import mhc_params
-from finwhale.models.deepseek_v4.moe import SHARED_STREAM, Moe, SharedMoe
+from finwhale.models.deepseek_v4.moe import Moe, SharedMoe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v41.attention import Attention, Published
@@ -20,6 +20,7 @@ from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import HashTensors, Pending, SharedEntryOps
 from finwhale.ops.mhc import MhcWeight
 
+MIXES_STREAM = 0  # of SideStreams
 Mixes = tuple[Tensor, Tensor, Tensor]
 LayerState = tuple[Pending | None, Tensor, Tensor]
 
@@ -83,7 +84,7 @@ class DecoderLayer:
         projected = self.attn.project_index(x, parts.inputs, parts.writing, rotary, cache)
         if tail is not None:
             assert projected is not None
-            self.side_streams.join(SHARED_STREAM)
+            self.side_streams.join(MIXES_STREAM)
             parts, rows = tail.parts, tail.rows
             x, streams_NHD, projected = x[rows], streams_NHD[rows], projected[rows]
             mixes = mixes[0][rows], mixes[1][rows], mixes[2][rows]
@@ -93,28 +94,28 @@ class DecoderLayer:
             self.side_streams.join_all()
         where = parts.inputs, rotary, cache, published, segments
         total = self.ranks.reduce(self.attn(x, projected, *where), x.dtype)
-        self.side_streams.join(SHARED_STREAM)
         state = (total, *mixes[1:]), streams_NHD, mixes[0]
         x, streams_NHD, mixes = self._input(state, self.weights.hc_ffn)
         ffn = self.ffn.terms if self.ranks.can_fuse_reduce(*x.shape) else self.ffn
         total = self.ranks.reduce(ffn(x, parts.inputs), x.dtype)
-        # The experts have joined the stream of the mixes.
         return (total, *mixes[1:]), streams_NHD, mixes[0]
 
     def _input(self, state: LayerState, w: MhcWeight) -> tuple[Tensor, Tensor, Mixes]:
         """A block's input and residual streams, and its mixes (pre, post, res).
 
-        Use the mixes after a join of SHARED_STREAM: of few tokens, they are computed there, beside
+        Use the mixes after a join of MIXES_STREAM: of few tokens, they are computed there, beside
         the block.
         """
+        self.side_streams.join(MIXES_STREAM)
         x, streams_NHD, parts = self.shared.mhc_input(*state, w, self.params)
         mix = partial(self.shared.mhc_mixes, streams_NHD, parts, w, self.params)
-        mixes = self.side_streams.start(SHARED_STREAM, mix) if parts is None else mix()
+        mixes = self.side_streams.start(MIXES_STREAM, mix) if parts is None else mix()
         return x, streams_NHD, mixes
 
     def streams(self, state: LayerState) -> Tensor:
         """The residual streams [N,H,D] after the last block's post step."""
         last, streams_NHD, _ = state
+        self.side_streams.join(MIXES_STREAM)
         if last is None:
             return streams_NHD
         x, post, res = last

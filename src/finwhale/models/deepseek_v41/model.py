@@ -45,7 +45,7 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.weights.tree import leaves
 
 ALONE = Alone()
-ENGRAM_STREAM = 0  # of SideStreams
+ENGRAM_STREAM = 2  # of SideStreams
 
 
 class DeepseekV41:
