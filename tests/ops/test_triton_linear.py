@@ -146,7 +146,7 @@ def test_shared_expert_of_plain_weights() -> None:
 def test_several_blocks_of_rows_a_program_and_several_chunks_of_a_row() -> None:
     inputs = Inputs()
     w, _ = e4m3_weight(inputs, 200, 384)
-    p = kernels.problem(inputs.normal(1, 1, 384, dtype=torch.bfloat16), w, kernels.DEFAULT)
+    p = kernels.LinearProblem.of(inputs.normal(1, 1, 384, dtype=torch.bfloat16), w, kernels.DEFAULT)
     plans = [kernels.RowPlan(b, m, k, 4) for b, m, k in ((1, 32, 128), (4, 8, 128), (2, 64, 512))]
     found = [kernels._run_rows(p, plan) for plan in plans]
     assert_close(found[1], found[0])

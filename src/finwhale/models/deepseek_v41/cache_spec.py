@@ -34,11 +34,7 @@ def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
         # A page is a whole block, so admission counts pages exactly.
         _group("c1", {"c1": row, "c1_keys": key}, c1, rows_per_page=BLOCK_TOKENS),
         _group(
-            "c2",
-            {"c2": row, "c2_keys": key},
-            c2,
-            tokens_per_row=2,
-            rows_per_page=BLOCK_TOKENS // 2,
+            "c2", {"c2": row, "c2_keys": key}, c2, tokens_per_row=2, rows_per_page=BLOCK_TOKENS // 2
         ),
         _group(
             "c2_state",

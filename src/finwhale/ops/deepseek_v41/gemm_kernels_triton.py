@@ -1,6 +1,6 @@
 """The Triton kernels of DeepSeek-V4.1's linear layers; gemm_triton.py describes and launches them.
 
-Legend: N tokens, K input width, M output width, G groups.
+Its kernel for one token is V4's. Legend: N tokens, K input width, M output width, G groups.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -9,20 +9,12 @@ import triton.language as tl
 
 from finwhale.ops.deepseek_v41.expand_triton import expand_e4m3, factor_of, round_columns
 from finwhale.ops.launch.early_launch import start_next, wait_for_last
-from finwhale.ops.linear.gemm_triton import dot_rows, load_rows
 from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3
 
 
 @triton.jit
 def round_kernel(
-    x_ptr,
-    y_ptr,
-    K,
-    stride_x,
-    limit,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, y_ptr, K, stride_x, limit, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """y[n] = x[n] rounded to E4M3 by groups of 32, as bfloat16; a program has BLOCK columns.
 
@@ -43,14 +35,7 @@ def round_kernel(
 
 @triton.jit
 def expand_kernel(
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    M,
-    K,
-    BLOCK: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    weight_ptr, scale_ptr, out_ptr, M, K, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
 ):
     """Expand 32 rows and BLOCK columns of the weight (bytes) [M, K] to bfloat16."""
     start_next(PDL)
@@ -66,77 +51,6 @@ def expand_kernel(
     factor = tl.broadcast_to(tl.reshape(factor, [BLOCK])[None, :], [32, BLOCK])
     wait_for_last(PDL)
     tl.store(out_ptr + at, expand_e4m3(weight, factor, ASM), mask=mask)
-
-
-@triton.jit
-def _load_scales(source, K: tl.constexpr, CHUNK: tl.constexpr):
-    """The scales of a row of the weight's blocks, in chunks of CHUNK columns."""
-    group = tl.arange(0, CHUNK // 32)
-    chunks = ()
-    for i in tl.static_range((K + CHUNK - 1) // CHUNK):
-        column = i * (CHUNK // 32) + group
-        chunks = chunks + (tl.load(source + column, mask=column * 32 < K, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    return chunks
-
-
-@triton.jit
-def _load_token(source, scales, K: tl.constexpr, CHUNK: tl.constexpr, ROUND: tl.constexpr):
-    """A token in chunks of CHUNK values, rounded, times `scales`."""
-    k = tl.arange(0, CHUNK)
-    chunks = ()
-    for i in tl.static_range((K + CHUNK - 1) // CHUNK):
-        x = tl.load(source + i * CHUNK + k, mask=i * CHUNK + k < K, other=0.0).to(tl.float32)
-        x = tl.reshape(x, [CHUNK // 32, 32])
-        if ROUND:
-            values, scale = round_e4m3(x, 1)
-            x = values.to(tl.float32) * scale[:, None]
-        chunks = chunks + (tl.reshape(x * scales[i][:, None], [CHUNK]),)  # type: ignore[assignment]  # noqa: RUF005
-    return chunks
-
-
-@triton.jit
-def row_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    M,
-    stride_xg,
-    limit,
-    K: tl.constexpr,
-    ROUND: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out[g, m] of one token for BLOCK_M rows m, which are within a block of 32.
-
-    GATED: the SwiGLU of gate rows m and up rows M + m.
-    """
-    start_next(PDL)
-    first = tl.program_id(0) * BLOCK_M
-    g = tl.program_id(1)
-    HALVES: tl.constexpr = 2 if GATED else 1
-    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
-    columns: tl.constexpr = K // 32
-    base = weight_ptr + tl.cast(g * HALVES, tl.int64) * M * K
-    row = first + tl.arange(0, BLOCK_M)
-    gate = load_rows(base, row, M, K, CHUNK)
-    if GATED:
-        up = load_rows(base + tl.cast(M, tl.int64) * K, row, M, K, CHUNK)
-    # The scales come from memory, too: later, their loads would wait behind other programs' rows.
-    at = scale_ptr + (g * HALVES * (M // 32) + first // 32) * columns
-    scales = _load_scales(at, K, CHUNK)
-    if GATED:
-        scales_up = _load_scales(at + M // 32 * columns, K, CHUNK)
-    wait_for_last(PDL)
-    source = x_ptr + g * stride_xg
-    total = dot_rows(gate, _load_token(source, scales, K, CHUNK, ROUND), 0, CHUNKS)
-    if GATED:
-        tokens = _load_token(source, scales_up, K, CHUNK, ROUND)
-        total = clamped_swiglu(total, dot_rows(up, tokens, 0, CHUNKS), limit)
-    tl.store(out_ptr + g * M + row, total.to(out_ptr.dtype.element_ty), mask=row < M)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ Weights are E4M3 with a scale for each block of 32x32. Kernels expand them to bf
 (expand_triton.py), keep rounded inputs as bfloat16, and multiply both with float32 sums over all of
 K. Both are exact in bfloat16, and no scales follow.
 
-1. `row_kernel` processes one token. A program computes whole rows: it issues the loads of the
+1. V4's `row_kernel` processes one token. A program computes whole rows: it issues the loads of the
    weight, rounds the token and multiplies it by the scales while they run, and sums in float32
    without tensor cores.
 2. Up to SPLIT_TOKENS, `round_kernel` rounds the tokens, `tile_kernel` multiplies parts of K, and
@@ -34,13 +34,13 @@ from torch import Tensor
 from finwhale.ops.deepseek_v41.gemm_kernels_triton import (
     expand_kernel,
     round_kernel,
-    row_kernel,
     sum_kernel,
     tile_kernel,
 )
 from finwhale.ops.launch import sizes as launch_sizes
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.linear import LinearWeight, linear_triton
+from finwhale.ops.linear.gemm_triton import row_kernel
 from finwhale.ops.moe import ExpertWeight
 
 GROUP = 32  # values of an input that share a scale, and the block of a weight
@@ -62,41 +62,26 @@ EXPAND_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class GemmOptions:
-    """A table's options for the linear layers and experts.
+class GemmOptions(linear_triton.LinearOptions):
+    """A table's options for the linear layers and experts. V4's kernels read the other ones.
 
     Attributes:
-        early_launch: launch kernels early (`launch_options`).
+        early_launch, num_multiprocessors: see LinearOptions.
         inline_asm: expand weights with PTX of sm90.
-        num_multiprocessors: number in the GPU; work is split over its programs.
     """
 
-    early_launch: bool = False
     inline_asm: bool = False
-    num_multiprocessors: int = launch_sizes.NUM_MULTIPROCESSORS
 
 
 DEFAULT = GemmOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class GemmProblem:
-    """out[n, g] = x[n, g] @ weight[g]^T, or the SwiGLU of its two halves if `limit` is given.
+class GemmProblem(linear_triton.LinearProblem):
+    """A LinearProblem whose weight is E4M3, with scales [G, rows/32, K/32]."""
 
-    Attributes:
-        x: [N, G, K]; the values of a row are contiguous.
-        weight: E4M3 [G, M, K], or [G, 2M, K] if gated, contiguous.
-        scale: float32 [G, rows/32, K/32], contiguous.
-        rounds: whether x is rounded here.
-    """
-
-    x: Tensor
-    weight: Tensor
     scale: Tensor
-    rounds: bool
-    out_dtype: torch.dtype
-    limit: float | None
-    options: GemmOptions
+    options: GemmOptions = DEFAULT
 
     def __post_init__(self) -> None:
         groups, rows, width = self.weight.shape
@@ -104,28 +89,14 @@ class GemmProblem:
             raise ValueError(f"the weight must be contiguous E4M3, got {self.weight.dtype}")
         if width % GROUP or (self.M % GROUP and self.limit is not None):
             raise ValueError(f"a weight has whole groups of {GROUP} columns, got {width}")
-        wanted = (groups, -(-rows // GROUP), width // GROUP)
-        if (
-            self.scale.shape != wanted
-            or not self.scale.is_contiguous()
-            or (groups > 1 and rows % GROUP)
-        ):
+        wanted, whole = (groups, -(-rows // GROUP), width // GROUP), groups == 1 or not rows % GROUP
+        if self.scale.shape != wanted or not self.scale.is_contiguous() or not whole:
             raise ValueError(f"the scale must be contiguous {wanted}, got {self.scale.shape}")
         if self.x.stride(2) != 1 or self.x.shape[1:] != (groups, width):
             raise ValueError(
                 f"an input {tuple(self.x.shape)} with strides {self.x.stride()} does not fit a "
                 f"weight {tuple(self.weight.shape)}: its rows must be contiguous"
             )
-
-    @property
-    def M(self) -> int:
-        rows = self.weight.shape[1]
-        return rows if self.limit is None else rows // 2
-
-    def empty(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate the output [N, G, M]."""
-        shape = (*self.x.shape[:2], self.M)
-        return torch.empty(shape, dtype=dtype or self.out_dtype, device=self.x.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +128,10 @@ class TilePlan:
         return TilePlan(64, chunks, min(held, chunks), min(2, chunks), 4)
 
 
-def tile_tokens(num_tokens: int) -> int:
-    """Number of tokens of a tile, up to SPLIT_TOKENS."""
-    return min(64, max(16, triton.next_power_of_2(num_tokens)))
-
-
 def launch_tokens(model: launch_sizes.ModelSizes, most: int) -> set[int]:
     """See LaunchClasses."""
     rows = {1, SPLIT_TOKENS}
-    rows |= launch_sizes.last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
+    rows |= launch_sizes.last_of_classes(linear_triton.tile_tokens, SPLIT_TOKENS + 1)
     found = {row // per_token for row in rows for per_token, _, _ in model.linears}
     # Weights without a scale use V4's kernels.
     return launch_sizes.up_to(most, found) | linear_triton.launch_tokens(model, most)
@@ -214,12 +180,16 @@ def _run_row(p: GemmProblem) -> Tensor:
     while block_m > 1 and groups * triton.cdiv(p.M, block_m) < MIN_PROGRAMS:
         block_m //= 2
     row_kernel[(triton.cdiv(p.M, block_m), groups)](
-        *(p.x, p.weight, p.scale, out, p.M, p.x.stride(1), p.limit or 0.0),
+        *(p.x, p.weight, p.scale, out, p.M, 0, p.x.stride(1), p.limit or 0.0),
         K=width,
-        ROUND=p.rounds,
+        TOKENS=1,
+        SCALED=True,
+        ROUND=p.round_input,
         GATED=gated,
+        BLOCKS=1,
         BLOCK_M=block_m,
-        CHUNK=_chunk(width),
+        BLOCK_K=_chunk(width),
+        GROUP=GROUP,
         num_warps=8 if block_m * width * rows // p.M >= HELD_BYTES // 2 else 4,
         **launch_options(p.options.early_launch),
     )
@@ -231,7 +201,7 @@ def _run_tiles(p: GemmProblem) -> Tensor:
     plan, gated, options = TilePlan.of(p), p.limit is not None, p.options
     (num_tokens, groups, width), rows = p.x.shape, p.weight.shape[1]
     x = _rounded(p)
-    block_n = tile_tokens(num_tokens)
+    block_n = linear_triton.tile_tokens(num_tokens)
     split = triton.cdiv(width, plan.chunks * 64)
     out = p.empty(torch.bfloat16 if gated else None)
     target = out
@@ -266,7 +236,7 @@ def _run_tiles(p: GemmProblem) -> Tensor:
 
 
 def _rounded(p: GemmProblem) -> Tensor:
-    return round_input(p.x.flatten(1), p.options).view(p.x.shape) if p.rounds else p.x
+    return round_input(p.x.flatten(1), p.options).view(p.x.shape) if p.round_input else p.x
 
 
 def _expand(p: GemmProblem) -> Tensor:
@@ -316,30 +286,16 @@ def run(p: GemmProblem) -> Tensor:
 
 def prepare(w: linear_triton.Weight) -> linear_triton.Weight:
     """Raise ValueError if these kernels cannot read the weight."""
-    weight = w.weight if isinstance(w, LinearWeight) else w.w13
-    in_blocks = weight.dtype == torch.float8_e4m3fn
-    if w.input_group not in (0, GROUP) or (in_blocks and w.scale_block != GROUP):
-        raise ValueError(
-            f"these kernels round inputs in groups of {GROUP} and read blocks of {GROUP}, got "
-            f"{w.input_group} and {w.scale_block}"
-        )
-    return w
+    return linear_triton.prepare(w, group=GROUP)
 
 
 def _linear(x_NGK: Tensor, w: LinearWeight, options: GemmOptions) -> Tensor:
-    weight, scale = w.weight, w.scale
-    if weight.dim() == 2:
-        weight, scale = weight[None], None if scale is None else scale[None]
-    if scale is not None:
-        dtype = w.out_dtype or torch.bfloat16
-        return run(GemmProblem(x_NGK, weight, scale, w.input_group > 0, dtype, None, options))
+    if w.scale is not None:
+        return run(GemmProblem.of(x_NGK, w, options))
     if w.input_group:
         x_NGK = round_input(x_NGK.flatten(1), options).view(x_NGK.shape)
-    how = linear_triton.LinearOptions(
-        early_launch=options.early_launch, num_multiprocessors=options.num_multiprocessors
-    )
-    plain = LinearWeight(weight, out_dtype=w.out_dtype)
-    return linear_triton.grouped_linear(x_NGK, plain, options=how)
+    plain = LinearWeight(w.weight, out_dtype=w.out_dtype)
+    return linear_triton.grouped_linear(x_NGK, plain, options=options)
 
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: GemmOptions = DEFAULT) -> Tensor:
@@ -366,12 +322,8 @@ def swiglu_mlp(
     if w.scale13 is None or w.scale2 is None or not w.input_group:
         if w.scale13 is not None or w.input_group:
             raise ValueError("a shared expert has E4M3 weights and rounded inputs, or neither")
-        how = linear_triton.LinearOptions(early_launch=options.early_launch)
-        return linear_triton.swiglu_mlp(x_ND, w, limit, options=how)
-    given = w.w13[None], w.scale13[None], True, x_ND.dtype, limit, options
-    hidden = run(GemmProblem(x_ND.unsqueeze(1), *given))
-    # row_kernel's hidden values are not rounded yet.
-    rounds = len(x_ND) == 1
-    return run(
-        GemmProblem(hidden, w.w2[None], w.scale2[None], rounds, x_ND.dtype, None, options)
-    ).squeeze(1)
+        return linear_triton.swiglu_mlp(x_ND, w, limit, options=options)
+    hidden = run(GemmProblem.gated(x_ND, w, limit, options))
+    # The hidden values of one token are not rounded yet.
+    group = GROUP if len(x_ND) == 1 else 0
+    return _linear(hidden, LinearWeight(w.w2, group, w.scale2, x_ND.dtype), options).squeeze(1)

@@ -209,11 +209,7 @@ def hashed_rows(ids_NS: Tensor, hashes: HashTensors) -> Tensor:
 
 
 def look_up(
-    ids_NS: Tensor,
-    hashes: HashTensors,
-    rows: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
+    ids_NS: Tensor, hashes: HashTensors, rows: Tensor, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     numbers = hashed_rows(ids_NS, hashes).to(rows.device)
     values = rows[numbers].to(ids_NS.device)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from finwhale.ops.launch.early_launch import start_next, wait_for_last
-from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3, round_groups
+from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3
 
 
 @triton.jit
-def load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load whole rows of the weight, in tensors of BLOCK_K columns.
 
     The rows are read once, so they should not displace other data from the L2 cache.
@@ -35,26 +35,27 @@ def load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _load_scales(scales, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the scales of a row of the weight's blocks, in chunks like `load_rows`."""
-    groups = tl.arange(0, BLOCK_K // 128)
+def _load_scales(scales, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """Load the scales of a row of the weight's blocks, in chunks like `_load_rows`."""
+    groups = tl.arange(0, BLOCK_K // GROUP)
     chunks = ()
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
-        column = i * (BLOCK_K // 128) + groups
-        chunks = chunks + (tl.load(scales + column, mask=column * 128 < K, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        column = i * (BLOCK_K // GROUP) + groups
+        chunks = chunks + (tl.load(scales + column, mask=column * GROUP < K, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     return chunks
 
 
 @triton.jit
-def load_token(
+def _load_token(
     source,
     scales,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
     ROUND: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Load a token in chunks of BLOCK_K values, like `load_rows`.
+    """Load a token in chunks of BLOCK_K values, like `_load_rows`.
 
     ROUND: round it to E4M3. SCALED: multiply it by `scales`.
     """
@@ -63,19 +64,19 @@ def load_token(
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         x = tl.load(source + i * BLOCK_K + k, mask=i * BLOCK_K + k < K, other=0.0).to(tl.float32)
         if ROUND:
-            quantised, factor = round_groups(x, BLOCK_K)
+            quantised, factor = round_e4m3(tl.reshape(x, [BLOCK_K // GROUP, GROUP]), 1)
             if SCALED:
                 factor = factor * scales[i]
             x = tl.reshape(quantised.to(tl.float32) * factor[:, None], [BLOCK_K])
         elif SCALED:
-            grouped = tl.reshape(x, [BLOCK_K // 128, 128])
+            grouped = tl.reshape(x, [BLOCK_K // GROUP, GROUP])
             x = tl.reshape(grouped * scales[i][:, None], [BLOCK_K])
         chunks = chunks + (x,)  # type: ignore[assignment]  # noqa: RUF005
     return chunks
 
 
 @triton.jit
-def dot_rows(weights, tokens, n: tl.constexpr, CHUNKS: tl.constexpr):
+def _dot_rows(weights, tokens, n: tl.constexpr, CHUNKS: tl.constexpr):
     """The rows times the n-th token of CHUNKS chunks."""
     products = weights[0].to(tl.float32) * tokens[n * CHUNKS][None, :]
     for i in tl.static_range(1, CHUNKS):
@@ -101,11 +102,13 @@ def row_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute out[n, g, m] of TOKENS tokens n for BLOCKS * BLOCK_M rows m; BLOCK_M divides 128.
+    """Compute out[n, g, m] of TOKENS tokens n for BLOCKS * BLOCK_M rows m; BLOCK_M divides GROUP.
 
-    GATED: the SwiGLU of gate rows m and up rows M + m. SCALED: for one token.
+    GATED: the SwiGLU of gate rows m and up rows M + m. SCALED: for one token. GROUP: values of a
+    rounded input that share a scale, and the block of a weight.
     """
     tl.static_assert(TOKENS == 1 or not SCALED)
     start_next(PDL)
@@ -116,38 +119,39 @@ def row_kernel(
     base = weight_ptr + tl.cast(g * HALVES, tl.int64) * M * K
     base_up = base + tl.cast(M, tl.int64) * K
     row = first + tl.arange(0, BLOCK_M)
-    next_gate = load_rows(base, row, M, K, BLOCK_K)
+    next_gate = _load_rows(base, row, M, K, BLOCK_K)
     if GATED:
-        next_up = load_rows(base_up, row, M, K, BLOCK_K)
+        next_up = _load_rows(base_up, row, M, K, BLOCK_K)
     # The scales come from memory, too: later, their loads would wait behind other programs' rows.
     scales, scales_up = (), ()
     if SCALED:
-        columns: tl.constexpr = (K + 127) // 128
-        at = scale_ptr + (g * HALVES * ((M + 127) // 128) + first // 128) * columns
-        scales = _load_scales(at, K, BLOCK_K)
+        columns: tl.constexpr = (K + GROUP - 1) // GROUP
+        at = scale_ptr + (g * HALVES * ((M + GROUP - 1) // GROUP) + first // GROUP) * columns
+        scales = _load_scales(at, K, BLOCK_K, GROUP)
         if GATED:
-            scales_up = _load_scales(at + M // 128 * columns, K, BLOCK_K)
+            scales_up = _load_scales(at + M // GROUP * columns, K, BLOCK_K, GROUP)
     wait_for_last(PDL)
     source = x_ptr + g * stride_xg
     tokens = ()
     for n in tl.static_range(TOKENS):
-        tokens = tokens + load_token(source + n * stride_xn, scales, K, BLOCK_K, ROUND, SCALED)
+        at = source + n * stride_xn
+        tokens = tokens + _load_token(at, scales, K, BLOCK_K, GROUP, ROUND, SCALED)
     tokens_up = tokens
     if GATED and SCALED:
-        tokens_up = load_token(source, scales_up, K, BLOCK_K, ROUND, SCALED)
+        tokens_up = _load_token(source, scales_up, K, BLOCK_K, GROUP, ROUND, SCALED)
     for block in tl.static_range(BLOCKS):
         gate = next_gate
         row = first + block * BLOCK_M + tl.arange(0, BLOCK_M)
         if GATED:
             up = next_up
         if block + 1 < BLOCKS:
-            next_gate = load_rows(base, row + BLOCK_M, M, K, BLOCK_K)
+            next_gate = _load_rows(base, row + BLOCK_M, M, K, BLOCK_K)
             if GATED:
-                next_up = load_rows(base_up, row + BLOCK_M, M, K, BLOCK_K)
+                next_up = _load_rows(base_up, row + BLOCK_M, M, K, BLOCK_K)
         for n in tl.static_range(TOKENS):
-            total = dot_rows(gate, tokens, n, CHUNKS)
+            total = _dot_rows(gate, tokens, n, CHUNKS)
             if GATED:
-                total = clamped_swiglu(total, dot_rows(up, tokens_up, n, CHUNKS), limit)
+                total = clamped_swiglu(total, _dot_rows(up, tokens_up, n, CHUNKS), limit)
             line = (n * tl.num_programs(1) + g) * M
             tl.store(out_ptr + line + row, total.to(out_ptr.dtype.element_ty), mask=row < M)
 

@@ -87,7 +87,7 @@ def linear(x_NK: Tensor, w: LinearWeight, *, options: LinearOptions = DEFAULT) -
     num_tokens = x_NK.shape[0]
     if options.invariant and w.scale is not None and w.input_group:
         x_NK = kernels.two_or_more(x_NK)
-    p = kernels.problem(x_NK.unsqueeze(1), w, options)
+    p = kernels.LinearProblem.of(x_NK.unsqueeze(1), w, options)
     if w.scale is None or not _runs_deepgemm(p):
         return kernels.run(p).squeeze(1)[:num_tokens]
     x = quantise(x_NK, num_rows=rows_of(len(x_NK)), early_launch=options.early_launch)
@@ -126,7 +126,7 @@ def grouped_linear(
     num_tokens, groups, _ = x_NGK.shape
     if options.invariant and w.scale is not None and w.input_group and scales_NS is None:
         x_NGK = kernels.two_or_more(x_NGK)
-    p = kernels.problem(x_NGK, w, options)
+    p = kernels.LinearProblem.of(x_NGK, w, options)
     if w.scale is None or (scales_NS is None and not _runs_deepgemm(p)):
         return kernels.run(p)[:num_tokens]
     rows = rows_of(len(x_NGK))
@@ -148,7 +148,7 @@ def swiglu_mlp(
     num_tokens = x_ND.shape[0]
     if options.invariant and w.scale13 is not None and w.input_group:
         x_ND = kernels.two_or_more(x_ND)
-    p = kernels.gated_problem(x_ND, w, limit, options)
+    p = kernels.LinearProblem.gated(x_ND, w, limit, options)
     if w.scale13 is None or w.scale2 is None or not _runs_deepgemm(p):
         return kernels.swiglu_mlp(x_ND, w, limit, options=options)[:num_tokens]
     rows = rows_of(len(x_ND))

@@ -30,7 +30,7 @@ the weight is converted to bfloat16, which is exact.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 import triton
@@ -125,10 +125,27 @@ class LinearProblem:
         rows = self.weight.shape[1]
         return rows if self.limit is None else rows // 2
 
-    def empty(self) -> Tensor:
+    @classmethod
+    def of(cls, x_NGK: Tensor, w: LinearWeight, options: LinearOptions) -> Self:
+        """One with `w`, of [M, K] or [G, M, K]."""
+        weight, scale, dtype = w.weight, w.scale, w.out_dtype
+        if weight.dim() == 2:
+            weight, scale = weight[None], None if scale is None else scale[None]
+        if dtype is None:
+            dtype = weight.dtype if scale is None else torch.bfloat16
+        return cls(x_NGK, weight, scale, w.input_group > 0, dtype, options=options)
+
+    @classmethod
+    def gated(cls, x_ND: Tensor, w: ExpertWeight, limit: float, options: LinearOptions) -> Self:
+        """The first layer of a SwiGLU."""
+        x_N1D, w13 = x_ND.unsqueeze(1), w.w13[None]
+        scale = None if w.scale13 is None else w.scale13[None]
+        return cls(x_N1D, w13, scale, w.input_group > 0, x_ND.dtype, limit, options)
+
+    def empty(self, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate the output [N, G, M]."""
-        num_tokens, groups, _ = self.x.shape
-        return torch.empty((num_tokens, groups, self.M), dtype=self.out_dtype, device=self.x.device)
+        shape = (*self.x.shape[:2], self.M)
+        return torch.empty(shape, dtype=dtype or self.out_dtype, device=self.x.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +281,7 @@ def _run_rows(p: LinearProblem, plan: RowPlan) -> Tensor:
         BLOCKS=plan.blocks,
         BLOCK_M=plan.block_m,
         BLOCK_K=plan.block_k,
+        GROUP=KERNEL_GROUP,
         num_warps=plan.num_warps,
         **launch_options(p.options.early_launch),
     )
@@ -431,36 +449,21 @@ def _run_many(p: LinearProblem) -> Tensor:
     return torch.bmm(x_GNK, weight_GKM, out_dtype=p.out_dtype).transpose(0, 1)
 
 
-def prepare(w: Weight) -> Weight:
+def prepare(w: Weight, *, group: int = KERNEL_GROUP) -> Weight:
     """Raise ValueError if the kernels of linear layers and experts cannot read the weight."""
-    if w.input_group not in (0, KERNEL_GROUP) or w.scale_block != KERNEL_GROUP:
+    weight = w.weight if isinstance(w, LinearWeight) else w.w13
+    in_blocks = weight.dtype == torch.float8_e4m3fn
+    if w.input_group not in (0, group) or (in_blocks and w.scale_block != group):
         raise ValueError(
-            f"these kernels round inputs in groups of {KERNEL_GROUP} and read blocks of "
-            f"{KERNEL_GROUP}, got {w.input_group} and {w.scale_block}"
+            f"these kernels round inputs in groups of {group} and read blocks of {group}, got "
+            f"{w.input_group} and {w.scale_block}"
         )
     return w
 
 
-def problem(x_NGK: Tensor, w: LinearWeight, options: LinearOptions) -> LinearProblem:
-    weight, scale, dtype = w.weight, w.scale, w.out_dtype
-    if weight.dim() == 2:
-        weight, scale = weight[None], None if scale is None else scale[None]
-    if dtype is None:
-        dtype = weight.dtype if scale is None else torch.bfloat16
-    return LinearProblem(x_NGK, weight, scale, w.input_group > 0, dtype, options=options)
-
-
-def gated_problem(
-    x_ND: Tensor, w: ExpertWeight, limit: float, options: LinearOptions
-) -> LinearProblem:
-    x_N1D, w13 = x_ND.unsqueeze(1), w.w13[None]
-    scale = None if w.scale13 is None else w.scale13[None]
-    return LinearProblem(x_N1D, w13, scale, w.input_group > 0, x_ND.dtype, limit, options)
-
-
 def linear(x_NK: Tensor, w: LinearWeight, *, options: LinearOptions = DEFAULT) -> Tensor:
     """x [N, K] with strided rows -> [N, M]."""
-    return run(problem(x_NK.unsqueeze(1), w, options)).squeeze(1)
+    return run(LinearProblem.of(x_NK.unsqueeze(1), w, options)).squeeze(1)
 
 
 def grouped_linear(
@@ -472,7 +475,7 @@ def grouped_linear(
 ) -> Tensor:
     """x [N, G, K] with strided tokens and groups, weight [G, M, K] -> [N, G, M]."""
     assert scales_NS is None, "this table's input is not rounded"
-    return run(problem(x_NGK, w, options))
+    return run(LinearProblem.of(x_NGK, w, options))
 
 
 def swiglu_mlp(
@@ -485,5 +488,5 @@ def swiglu_mlp(
     beside the router and the experts.
     """
     options = replace(options, early_steps=0)
-    hidden = run(gated_problem(x_ND, w, limit, options)).squeeze(1)
+    hidden = run(LinearProblem.gated(x_ND, w, limit, options)).squeeze(1)
     return linear(hidden, LinearWeight(w.w2, w.input_group, w.scale2), options=options)

@@ -35,12 +35,6 @@ def round_e4m3(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def round_groups(x, SIZE: tl.constexpr):
-    """x [SIZE] float32, SIZE a multiple of 128 -> (rounded / scale, scale), each [SIZE/128, ..]."""
-    return round_e4m3(tl.reshape(x, [SIZE // 128, 128]), 1)
-
-
-@triton.jit
 def clamped_swiglu(gate, up, limit):
     gate = tl.minimum(gate, limit)
     return gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
