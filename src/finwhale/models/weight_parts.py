@@ -1,6 +1,6 @@
-"""Parts of the tables of weights that all models have: mHC, heads and experts.
+"""Parts of the tables of weights that all models have: mHC, heads, experts and draft heads.
 
-Legend: D hidden_size, A heads of attention, C width of a head, Q q_lora_rank, O o_lora_rank,
+Legend: D hidden_size, A num_attention_heads, C width of a head, Q q_lora_rank, O o_lora_rank,
 G output groups, E routed experts, I their width, H residual streams, M (2 + H) * H mHC outputs: H
 pre, H post, H * H residual.
 """
@@ -15,8 +15,11 @@ from torch import Tensor
 
 from finwhale.checkpoint.spec import Shard, Storage, WeightSpec
 from finwhale.distributed.rank import Rank
+from finwhale.models.deepseek_config import DeepseekConfig
+from finwhale.models.dspark_config import DsparkConfig
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import MhcWeight
+from finwhale.ops.moe import ExpertWeight
 from finwhale.weights.table import Lines, WeightList
 
 TOKEN_ROWS = Shard(0, "vocabulary")
@@ -128,7 +131,7 @@ def logits_weight(make: WeightList, line: WeightSpec) -> LinearWeight:
     return make.matrix(line, dtype=make.dtype, out_dtype=torch.float32 if make.packed else None)
 
 
-def expert_lines(
+def _expert_lines(
     w: Lines, hidden_size: int, width: int, storage: Storage
 ) -> tuple[WeightSpec, ...]:
     """The matrices of an expert of this width."""
@@ -141,7 +144,7 @@ def expert_lines(
 
 # A model has tens of thousands of experts, and a start lists them several times.
 @lru_cache(maxsize=128)
-def of_each_expert(lines: tuple[WeightSpec, ...], num_experts: int) -> tuple[WeightSpec, ...]:
+def _of_each_expert(lines: tuple[WeightSpec, ...], num_experts: int) -> tuple[WeightSpec, ...]:
     """The lines for every expert, with its number in place of `{expert}`."""
     others = [(line.name.split("{expert}"), line[1:]) for line in lines]
     return tuple(
@@ -149,3 +152,61 @@ def of_each_expert(lines: tuple[WeightSpec, ...], num_experts: int) -> tuple[Wei
         for expert in range(num_experts)
         for (before, after), other in others
     )
+
+
+class WeightTable:
+    """The table for a configuration of the whole model. `make` lists or allocates a rank's part."""
+
+    config: DeepseekConfig
+    fp8: Storage = "fp8_block"
+    input_group = 128
+
+    def __init__(self, config: DeepseekConfig, make: WeightList) -> None:
+        self.config, self.make = config, make
+        make.input_group = self.input_group
+        if not config.quantised:
+            self.fp8 = "bf16"
+        # Matrices that the checkpoint stores in bf16, and that have float32 results.
+        self.precise = make.dtype if make.packed else torch.float32
+
+    def _lines(self, prefix: str, part: str, rank: Rank | None = None) -> Lines:
+        if prefix.startswith("mtp."):
+            part = f"draft head: {part}"
+        return Lines(prefix, part, rank or self.make.rank)
+
+    def _wkv(self, attn: str) -> WeightSpec:
+        w = self._lines(attn, "attention")
+        return w("wkv.weight", (self.config.head_dim, self.config.hidden_size), self.fp8)
+
+    def _head_lines(self, attn: str, selects: bool, rank: Rank) -> HeadLines:
+        """selects: the layer has an indexer."""
+        c, w = self.config, self._lines(attn, "attention", rank)
+        indexer = self._lines(f"{attn}indexer.", "indexer")
+        A, C, Q = c.num_attention_heads, c.head_dim, c.q_lora_rank
+        G, O = c.o_groups, c.o_lora_rank  # noqa: E741
+        index_rows = c.index_n_heads * c.index_head_dim
+        return HeadLines(
+            wq_b=w("wq_b.weight", (A * C, Q), self.fp8, HEAD_ROWS),
+            wo_a=w("wo_a.weight", (G * O, A * C // G), self.fp8, HEAD_ROWS),
+            wo_b=w("wo_b.weight", (c.hidden_size, G * O), self.fp8, HEAD_COLUMNS),
+            attn_sink=w("attn_sink", (A,), "f32", HEAD_ROWS),
+            index_queries=indexer("wq_b.weight", (index_rows, Q), self.fp8) if selects else None,
+        )
+
+    def _experts(self, ffn: str, num_experts: int, fp4: Storage) -> dict[str, ExpertWeight]:
+        """The shared expert, and the routed ones."""
+        make, sizes = self.make, (self.config.hidden_size, self.config.moe_intermediate_size)
+        shared = self._lines(f"{ffn}shared_experts.", "shared expert")
+        routed = self._lines(f"{ffn}experts.{{expert}}.", "routed experts")
+        lines = _of_each_expert(_expert_lines(routed, *sizes, fp4), num_experts)
+        return {
+            "shared_experts": make.experts(_expert_lines(shared, *sizes, self.fp8)),
+            "experts": make.experts(lines, num_experts),
+        }
+
+    def _confidence(self, head: DsparkConfig, w: Lines) -> Tensor | None:
+        """The weight of DSpark's confidences. w: the lines of the last stage."""
+        if not head.enable_confidence_head:
+            return None
+        shape = 1, self.config.hidden_size + head.confidence_width
+        return self.make.tensor(w("confidence_head.proj.weight", shape, "bf16"))

@@ -5,9 +5,8 @@ The call around it says in which form the model reads it; several lines in a cal
 one tensor.
 Specs, destinations and sizes in memory follow from the table (weights/table.py).
 
-Legend: D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank,
-O o_lora_rank, G o_groups, K index_head_dim, E n_routed_experts, I moe_intermediate_size, H hc_mult,
-M (2 + H) * H mHC outputs: H pre, H post, H * H residual.
+Legend: D hidden_size, V vocab_size, C head_dim, Q q_lora_rank, K index_head_dim,
+E n_routed_experts, H hc_mult.
 """
 
 from collections.abc import Mapping
@@ -32,15 +31,11 @@ from finwhale.models.deepseek_v4.mtp import MtpWeights
 from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.sharding import rank_config
 from finwhale.models.weight_parts import (
-    HEAD_COLUMNS,
-    HEAD_ROWS,
     TOKEN_ROWS,
-    HeadLines,
-    expert_lines,
+    WeightTable,
     head_weights,
     logits_weight,
     mhc_weight,
-    of_each_expert,
 )
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.mhc import HcHeadWeight
@@ -87,14 +82,8 @@ def ignored_prefixes(config: DeepseekV4Config) -> dict[str, str]:
     return {}
 
 
-class _Table:
-    """The table for a configuration of the whole model. `make` lists or allocates a rank's part."""
-
-    def __init__(self, config: DeepseekV4Config, make: WeightList) -> None:
-        self.config, self.make = config, make
-        self.fp8: Storage = "fp8_block" if config.quantised else "bf16"
-        # Matrices that the checkpoint stores in bf16, and that have float32 results.
-        self.precise = make.dtype if make.packed else torch.float32
+class _Table(WeightTable):
+    config: DeepseekV4Config
 
     def model(self) -> ModelWeights:
         config, make = self.config, self.make
@@ -111,11 +100,6 @@ class _Table:
             mtp=self._mtp("mtp.0.") if config.num_nextn_predict_layers else None,
             dspark=None if config.dspark is None else self._dspark(config.dspark),
         )
-
-    def _lines(self, prefix: str, part: str, rank: Rank | None = None) -> Lines:
-        if prefix.startswith("mtp."):
-            part = f"draft head: {part}"
-        return Lines(prefix, part, rank or self.make.rank)
 
     def _layer(self, layer: str, part: str, ratio: int, hashed: bool) -> LayerWeights:
         w, D, H = self._lines(layer, part), self.config.hidden_size, self.config.hc_mult
@@ -139,7 +123,7 @@ class _Table:
         c, make, w = self.config, self.make, self._lines(attn, "attention")
         D, C, Q = c.hidden_size, c.head_dim, c.q_lora_rank
         wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
-        lines = partial(self._head_lines, attn, ratio)
+        lines = partial(self._head_lines, attn, ratio == 4)
         heads, all_heads = head_weights(make, lines, c.o_lora_rank)
         return AttentionWeights(
             q_norm=make.tensor(w("q_norm.weight", (Q,), "bf16")),
@@ -148,27 +132,6 @@ class _Table:
             heads=heads,
             all_heads=all_heads,
             compressor=self._compressor(attn, ratio) if ratio else None,
-        )
-
-    def _wkv(self, attn: str) -> WeightSpec:
-        w = self._lines(attn, "attention")
-        return w("wkv.weight", (self.config.head_dim, self.config.hidden_size), self.fp8)
-
-    def _head_lines(self, attn: str, ratio: int, rank: Rank) -> HeadLines:
-        c, w = self.config, self._lines(attn, "attention", rank)
-        A, C, Q = c.num_attention_heads, c.head_dim, c.q_lora_rank
-        G, O = c.o_groups, c.o_lora_rank  # noqa: E741
-        index_queries = None
-        if ratio == 4:
-            shape = c.index_n_heads * c.index_head_dim, Q
-            indexer = self._lines(f"{attn}indexer.", "indexer")
-            index_queries = indexer("wq_b.weight", shape, self.fp8)
-        return HeadLines(
-            wq_b=w("wq_b.weight", (A * C, Q), self.fp8, HEAD_ROWS),
-            wo_a=w("wo_a.weight", (G * O, A * C // G), self.fp8, HEAD_ROWS),
-            wo_b=w("wo_b.weight", (c.hidden_size, G * O), self.fp8, HEAD_COLUMNS),
-            attn_sink=w("attn_sink", (A,), "f32", HEAD_ROWS),
-            index_queries=index_queries,
         )
 
     def _compressor(self, attn: str, ratio: int) -> C4Weights | C128Weights:
@@ -205,10 +168,8 @@ class _Table:
 
     def _moe(self, ffn: str, hashed: bool) -> MoeWeights:
         c, make = self.config, self.make
-        D, E, I = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size  # noqa: E741
+        D, E = c.hidden_size, c.n_routed_experts
         w = self._lines(ffn, "router")
-        shared = self._lines(f"{ffn}shared_experts.", "shared expert")
-        routed = self._lines(f"{ffn}experts.{{expert}}.", "routed experts")
         fp4: Storage = "fp4" if c.quantised and c.expert_dtype == "fp4" else self.fp8
         gate = make.tensor(w("gate.weight", (E, D), "bf16"), self.precise)
         bias: Tensor | None = None
@@ -223,8 +184,7 @@ class _Table:
             gate=gate,
             bias=bias,
             tid2eid=tid2eid,
-            shared_experts=make.experts(expert_lines(shared, D, I, self.fp8)),
-            experts=make.experts(of_each_expert(expert_lines(routed, D, I, fp4), E), E),
+            **self._experts(ffn, E, fp4),
         )
 
     def _mtp(self, mtp: str) -> MtpWeights:
@@ -246,11 +206,8 @@ class _Table:
         first, last = self._lines(stages[0], part), self._lines(stages[-1], part)
         markov = self._lines(f"{stages[-1]}markov_head.", "Markov head")
         of_stage = _Table(self.config.of_stage(), make)
-        confidence = None
-        if head.enable_confidence_head:
-            shape = 1, D + head.confidence_width
-            confidence = make.tensor(last("confidence_head.proj.weight", shape, "bf16"))
         return DsparkWeights(
+            confidence=self._confidence(head, last),
             main_proj=make.projection(
                 first("main_proj.weight", (D, len(head.target_layer_ids) * D), self.fp8)
             ),
@@ -266,7 +223,6 @@ class _Table:
             markov_w2=logits_weight(
                 make, markov("markov_w2.weight", (V, head.markov_rank), "bf16", TOKEN_ROWS)
             ),
-            confidence=confidence,
         )
 
 

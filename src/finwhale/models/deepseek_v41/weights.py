@@ -3,8 +3,8 @@
 deepseek_v4/weights.py describes such tables. The indexer, compressors and Engram's projections are
 whole on every rank.
 
-Legend: D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank,
-O o_lora_rank, G o_groups, I index_n_heads, J index_head_dim, E n_routed_experts, H hc_mult.
+Legend: D hidden_size, V vocab_size, C head_dim, Q q_lora_rank, J index_head_dim,
+E n_routed_experts, H hc_mult.
 """
 
 from collections.abc import Mapping
@@ -31,20 +31,16 @@ from finwhale.models.deepseek_v41.weight_classes import (
 from finwhale.models.dspark_config import DsparkConfig
 from finwhale.models.sharding import rank_config
 from finwhale.models.weight_parts import (
-    HEAD_COLUMNS,
-    HEAD_ROWS,
     TOKEN_ROWS,
-    HeadLines,
-    expert_lines,
+    WeightTable,
     head_weights,
     logits_weight,
     mhc_weight,
-    of_each_expert,
 )
 from finwhale.ops.linear import LinearWeight
 from finwhale.weights.allocation import WeightForm
 from finwhale.weights.assembler import Assembler
-from finwhale.weights.table import Lines, WeightList
+from finwhale.weights.table import WeightList
 
 
 # A start asks for them several times.
@@ -88,15 +84,9 @@ def ignored_prefixes(config: DeepseekV41Config) -> dict[str, str]:
     return ignored
 
 
-class _Table:
-    """The table for a configuration of the whole model. `make` lists or allocates a rank's part."""
-
-    def __init__(self, config: DeepseekV41Config, make: WeightList) -> None:
-        self.config, self.make = config, make
-        make.input_group = GROUP
-        self.fp8: Storage = "fp8_block_32" if config.quantised else "bf16"
-        # Matrices that the checkpoint stores in bf16, and that have float32 results.
-        self.precise = make.dtype if make.packed else torch.float32
+class _Table(WeightTable):
+    config: DeepseekV41Config
+    fp8, input_group = "fp8_block_32", GROUP
 
     def model(self) -> ModelWeights:
         config, make = self.config, self.make
@@ -114,11 +104,6 @@ class _Table:
         """The beginning of the names of a layer's weights."""
         stage = layer - self.config.num_hidden_layers
         return f"layers.{layer}." if stage < 0 else f"mtp.{stage}."
-
-    def _lines(self, prefix: str, part: str, rank: Rank | None = None) -> Lines:
-        if prefix.startswith("mtp."):
-            part = f"draft head: {part}"
-        return Lines(prefix, part, rank or self.make.rank)
 
     def _layer(self, layer: int) -> LayerWeights:
         c, make = self.config, self.make
@@ -162,24 +147,6 @@ class _Table:
             compressor=self._compressor(attn) if layer in c.kv_source_layer_ids else None,
         )
 
-    def _wkv(self, attn: str) -> WeightSpec:
-        w = self._lines(attn, "attention")
-        return w("wkv.weight", (self.config.head_dim, self.config.hidden_size), self.fp8)
-
-    def _head_lines(self, attn: str, selects: bool, rank: Rank) -> HeadLines:
-        c, w = self.config, self._lines(attn, "attention", rank)
-        indexer = self._lines(f"{attn}indexer.", "indexer")
-        A, C, Q = c.num_attention_heads, c.head_dim, c.q_lora_rank
-        G, O = c.o_groups, c.o_lora_rank  # noqa: E741
-        index_rows = c.index_n_heads * c.index_head_dim
-        return HeadLines(
-            wq_b=w("wq_b.weight", (A * C, Q), self.fp8, HEAD_ROWS),
-            wo_a=w("wo_a.weight", (G * O, A * C // G), self.fp8, HEAD_ROWS),
-            wo_b=w("wo_b.weight", (c.hidden_size, G * O), self.fp8, HEAD_COLUMNS),
-            attn_sink=w("attn_sink", (A,), "f32", HEAD_ROWS),
-            index_queries=indexer("wq_b.weight", (index_rows, Q), self.fp8) if selects else None,
-        )
-
     def _index_proj(self, attn: str, layer: int) -> LinearWeight:
         c, lines = self.config, list[WeightSpec]()
         w, indexer = self._lines(f"{attn}compressor.", "compressor"), f"{attn}indexer."
@@ -203,19 +170,14 @@ class _Table:
         )
 
     def _moe(self, ffn: str, num_experts: int) -> MoeWeights:
-        c, make, E = self.config, self.make, num_experts
-        D, I = c.hidden_size, c.moe_intermediate_size  # noqa: E741
-        w = self._lines(ffn, "router")
-        shared = self._lines(f"{ffn}shared_experts.", "shared expert")
-        routed = self._lines(f"{ffn}experts.{{expert}}.", "routed experts")
-        fp4: Storage = "fp4" if c.quantised else "bf16"
+        make, D, E, w = self.make, self.config.hidden_size, num_experts, self._lines(ffn, "router")
+        fp4: Storage = "fp4" if self.config.quantised else "bf16"
         return MoeWeights(
             gate=make.tensor(w("gate.weight", (E, D), "bf16"), self.precise),
             bias=make.tensor(w("gate.bias", (E,), "f32")),
             tid2eid=None,
             bias_vl=make.tensor(w("gate.bias_vl", (E,), "f32")),
-            shared_experts=make.experts(expert_lines(shared, D, I, self.fp8)),
-            experts=make.experts(of_each_expert(expert_lines(routed, D, I, fp4), E), E),
+            **self._experts(ffn, E, fp4),
         )
 
     def _dspark(self, head: DsparkConfig) -> DsparkWeights:
@@ -225,11 +187,8 @@ class _Table:
         first, last = (self._lines(self._name(stages[i]), part) for i in (0, -1))
         markov = self._lines(f"{last.prefix}markov_head.", "Markov head")
         markov_shape = V, head.markov_rank
-        confidence = None
-        if head.enable_confidence_head:
-            shape = 1, D + head.confidence_width
-            confidence = make.tensor(last("confidence_head.proj.weight", shape, "bf16"))
         return DsparkWeights(
+            confidence=self._confidence(head, last),
             main_proj=make.projection(
                 first("main_proj.weight", (D, len(head.target_layer_ids) * D), self.fp8)
             ),
@@ -243,5 +202,4 @@ class _Table:
             markov_head=logits_weight(
                 make, markov("head.weight", markov_shape, "bf16", TOKEN_ROWS)
             ),
-            confidence=confidence,
         )
