@@ -1,5 +1,6 @@
 """The fields, checks and properties that the configurations of DeepSeek-V4 and V4.1 share."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -9,9 +10,13 @@ from finwhale.models.config_checks import (
     check_fixed,
     check_heads,
     check_token_ids,
+    require,
 )
-from finwhale.models.dspark_config import DsparkConfig
+from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.rope_config import YarnScaling
+
+# The name of the draft head's layers, and of their entries of compress_ratios.
+STAGES = "DSpark stages", "the DSpark stages' entries of compress_ratios (the last three)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,25 @@ class DeepseekConfig:
         for name, fixed in (("n_shared_experts", 1), ("hc_mult", 4)):
             check_fixed(name, getattr(self, name), fixed)
 
+    def _check_ratios(self, known: tuple[int, ...], layers_of_head: str, entries: str) -> None:
+        layers, drafts, ratios = self.num_hidden_layers, self.num_draft_layers, self.compress_ratios
+        require(
+            len(ratios) == layers + drafts,
+            f"compress_ratios has {len(ratios)} entries, wanted {layers + drafts}: one for each of "
+            f"{layers} layers and {drafts} {layers_of_head}",
+        )
+        unknown = sorted({str(r) for r in ratios if type(r) is not int or r not in known})
+        *first, last = map(str, known)
+        wanted = f"{', '.join(first)} and {last}"
+        require(not unknown, f"compress_ratios may hold {wanted}, got {', '.join(unknown)}")
+        of_head = ratios[layers:]
+        require(not any(of_head), f"{entries} must be 0, got {', '.join(map(str, of_head))}")
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Number of decoder layers of the draft head."""
+        return NUM_STAGES if self.dspark else 0
+
     @property
     def layer_ratios(self) -> tuple[int, ...]:
         """The compress_ratios of the model's own layers; the draft head's are left out."""
@@ -110,6 +134,12 @@ class DeepseekConfig:
             self.routed_scaling_factor,
             self.swiglu_limit,
         )
+
+    def describe_layers(self, kinds: Mapping[int, str]) -> str:
+        """For `finwhale inspect`. kinds: names of the ratios."""
+        ratios = self.layer_ratios
+        parts = (f"{ratios.count(r)} {name}" for r, name in kinds.items() if r in ratios)
+        return f"{self.num_hidden_layers}: {', '.join(parts)}"
 
     def describe_sizes(self, entries: str) -> dict[str, str]:
         """For `finwhale inspect`. entries: those of which attention selects."""

@@ -81,14 +81,8 @@ def kernel_obstacles(config: DeepseekV4Config, storages: Mapping[str, Storage]) 
 
 def describe(config: DeepseekV4Config) -> dict[str, str]:
     """Describe the parts of the model, for `finwhale inspect`."""
-    ratios = config.layer_ratios
-    kinds = ", ".join(
-        f"{ratios.count(ratio)} {name}"
-        for ratio, name in ((0, "window only"), (4, "C4"), (128, "C128"))
-        if ratio in ratios
-    )
     return {
-        "layers": f"{config.num_hidden_layers}: {kinds}",
+        "layers": config.describe_layers({0: "window only", 4: "C4", 128: "C128"}),
         "routing": f"{config.num_hash_layers} layers by hash, "
         f"{config.num_hidden_layers - config.num_hash_layers} by score",
         "draft head": _draft_head(config),

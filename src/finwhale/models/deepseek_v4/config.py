@@ -10,7 +10,7 @@ from finwhale.models.config_checks import (
     require,
     shown,
 )
-from finwhale.models.deepseek_config import DeepseekConfig
+from finwhale.models.deepseek_config import STAGES, DeepseekConfig
 from finwhale.models.dspark_config import NUM_STAGES
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -71,20 +71,8 @@ class DeepseekV4Config(DeepseekConfig):
         )
         fits = (self.draft_head == "dspark") == (self.dspark is not None)
         require(fits, f"draft_head {self.draft_head!r} does not fit its sizes")
-        ratios, wanted = self.compress_ratios, layers + self.num_draft_layers
-        kind = "DSpark stages" if self.dspark else "MTP layers"
-        require(
-            len(ratios) == wanted,
-            f"compress_ratios has {len(ratios)} entries, wanted {wanted}: one for each of {layers} "
-            f"layers and {self.num_draft_layers} {kind}",
-        )
-        unknown = sorted({str(r) for r in ratios if not isinstance(r, int) or r not in RATIOS})
-        require(not unknown, f"compress_ratios may hold 0, 4 and 128, got {', '.join(unknown)}")
-        what = "the MTP layer's entry of compress_ratios (the last)"
-        if self.dspark:
-            what = "the DSpark stages' entries of compress_ratios (the last three)"
-        of_head = ratios[layers:]
-        require(not any(of_head), f"{what} must be 0, got {', '.join(map(str, of_head))}")
+        mtp = "MTP layers", "the MTP layer's entry of compress_ratios (the last)"
+        self._check_ratios(RATIOS, *(STAGES if self.dspark else mtp))
         require(
             isinstance(self.num_hash_layers, int) and 0 <= self.num_hash_layers <= layers,
             f"num_hash_layers must be between 0 and {layers} (num_hidden_layers), got "

@@ -24,26 +24,8 @@ from finwhale.models.sharding import rank_config
 from finwhale.ops import Ops
 from finwhale.weights.assembler import bytes_of
 
-__all__ = [
-    "FP8_PRODUCTS",
-    "GROUP",
-    "OTHER_FILES",
-    "assembler",
-    "attention_operations",
-    "build",
-    "cache_bytes_read",
-    "cache_groups",
-    "check_rounding",
-    "describe",
-    "fits_whole_attention",
-    "ignored_prefixes",
-    "is_of_tail",
-    "kernel_obstacles",
-    "rank_config",
-    "weight_bytes",
-    "weight_specs",
-    "whole_attention_bytes",
-]
+# From other modules. `__all__` of deepseek_v4/architecture.py lists all functions.
+__all__ = ["GROUP", "assembler", "ignored_prefixes", "rank_config", "weight_specs"]
 
 cache_groups = cache_spec
 FP8_PRODUCTS = False  # FP8 and FP4 values times a power of two are exact in bfloat16
@@ -89,14 +71,9 @@ def check_rounding(config: DeepseekV41Config) -> None:
 
 def describe(config: DeepseekV41Config) -> dict[str, str]:
     """Describe the parts of the model, for `finwhale inspect`."""
-    ratios, engram = config.layer_ratios, config.engram
-    kinds = ", ".join(
-        f"{ratios.count(ratio)} {name}"
-        for ratio, name in ((0, "window only"), (2, "entries of 2 tokens"), (1, "of one"))
-        if ratio in ratios
-    )
+    engram, kinds = config.engram, {0: "window only", 2: "entries of 2 tokens", 1: "of one"}
     return {
-        "layers": f"{config.num_hidden_layers}: {kinds}",
+        "layers": config.describe_layers(kinds),
         "entries": f"written by layers {_listed(config.kv_source_layer_ids)}, selected by layers "
         f"{_listed(config.index_source_layer_ids)}",
         "Engram": "none"

@@ -30,14 +30,11 @@ def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
     kept = config.sliding_window - (config.dspark is None)
     replay = config.replay_tokens
     groups = [
-        _group("window", {"window": window_row(C)}, every, keep=(1, kept), rebuilt=replay),
+        _group({"window": window_row(C)}, every, keep=(1, kept), rebuilt=replay),
         # A page is a whole block, so admission counts pages exactly.
-        _group("c1", {"c1": row, "c1_keys": key}, c1, rows_per_page=BLOCK_TOKENS),
+        _group({"c1": row, "c1_keys": key}, c1, rows_per_page=BLOCK_TOKENS),
+        _group({"c2": row, "c2_keys": key}, c2, tokens_per_row=2, rows_per_page=BLOCK_TOKENS // 2),
         _group(
-            "c2", {"c2": row, "c2_keys": key}, c2, tokens_per_row=2, rows_per_page=BLOCK_TOKENS // 2
-        ),
-        _group(
-            "c2_state",
             {"c2_state": State(2 * C)},
             c2,
             rows_per_page=8,
@@ -48,25 +45,12 @@ def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
     ]
     if engram is not None:
         kept, first = engram.max_ngram_size - 1, engram.layer_ids[:1]
-        ids = {"engram_ids": State(1)}
-        groups.append(_group("engram_ids", ids, first, keep=(1, kept), rebuilt=replay))
+        groups.append(_group({"engram_ids": State(1)}, first, keep=(1, kept), rebuilt=replay))
     return tuple(group for group in groups if group.fields[0].layers)
 
 
-def _group(
-    name: str,
-    records: Mapping[str, Record],
-    layers: tuple[int, ...],
-    *,
-    tokens_per_row: int = 1,
-    rows_per_page: int = 64,
-    **options: Any,
-) -> CacheGroup:
-    """Make a group: each of `layers` has a row in every field of it."""
-    return CacheGroup(
-        name=name,
-        tokens_per_row=tokens_per_row,
-        rows_per_page=rows_per_page,
-        fields=tuple(CacheField(name=n, record=r, layers=layers) for n, r in records.items()),
-        **options,
-    )
+def _group(records: Mapping[str, Record], layers: tuple[int, ...], **options: Any) -> CacheGroup:
+    """Each of `layers` has a row in every field. The group has the name of the first field."""
+    fields = tuple(CacheField(name=n, record=r, layers=layers) for n, r in records.items())
+    options = {"tokens_per_row": 1, "rows_per_page": 64} | options
+    return CacheGroup(name=fields[0].name, fields=fields, **options)

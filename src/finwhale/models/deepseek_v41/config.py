@@ -9,9 +9,8 @@ from finwhale.models.config_checks import (
     require,
     shown,
 )
-from finwhale.models.deepseek_config import DeepseekConfig
+from finwhale.models.deepseek_config import STAGES, DeepseekConfig
 from finwhale.models.deepseek_v41.engram_config import EngramConfig
-from finwhale.models.dspark_config import NUM_STAGES
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 MODEL_TYPE = "deepseek_v41"
@@ -58,28 +57,12 @@ class DeepseekV41Config(DeepseekConfig):
             check_positive(name, getattr(self, name), int)
         for name in POSITIVE_FLOATS:
             check_positive(name, getattr(self, name), int, float)
-        self._check_ratios()
+        self._check_ratios(RATIOS, *STAGES)
         self._check_sources()
         for part in (self.engram, self.dspark):
             if part is not None:
                 part.check(self.num_hidden_layers, self.vocab_size)
         self._check_sizes()
-
-    def _check_ratios(self) -> None:
-        layers, stages, ratios = self.num_hidden_layers, self.num_draft_layers, self.compress_ratios
-        require(
-            len(ratios) == layers + stages,
-            f"compress_ratios has {len(ratios)} entries, wanted {layers + stages}: one for each of "
-            f"{layers} layers and {stages} DSpark stages",
-        )
-        unknown = sorted({str(r) for r in ratios if type(r) is not int or r not in RATIOS})
-        require(not unknown, f"compress_ratios may hold 0, 1 and 2, got {', '.join(unknown)}")
-        of_head = ratios[layers:]
-        require(
-            not any(of_head),
-            "the DSpark stages' entries of compress_ratios (the last three) must be 0, got "
-            f"{', '.join(map(str, of_head))}",
-        )
 
     def _check_sources(self) -> None:
         sources, selecting = self.kv_source_layer_ids, self.index_source_layer_ids
@@ -166,11 +149,6 @@ class DeepseekV41Config(DeepseekConfig):
     @property
     def draft_head(self) -> str | None:
         return None if self.dspark is None else "dspark"
-
-    @property
-    def num_draft_layers(self) -> int:
-        """Number of decoder layers of the draft head."""
-        return NUM_STAGES if self.dspark else 0
 
     def without_draft_head(self) -> "DeepseekV41Config":
         return replace(self, dspark=None, compress_ratios=self.layer_ratios)

@@ -7,6 +7,7 @@ of a part is a prime. Source: the authors' inference code for DeepSeek-V4.1.
 Legend: N tokens, S the most tokens of an n-gram, X = (S - 1) * heads rows that a token reads.
 """
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable
@@ -64,12 +65,9 @@ def engram_hashes(config: EngramConfig) -> dict[int, HashTensors]:
         highest = max(1, (2**63 - 1) // config.compressed_vocab_size // 2)
         drawn = np.random.default_rng(SEED * layer).integers(0, highest, config.max_ngram_size)
         # Each length of n-gram starts its search at the same number.
-        sizes = np.array(
-            [
-                _next_primes(config.vocab_size - 1, config.n_heads, used)
-                for _ in range(2, config.max_ngram_size + 1)
-            ]
-        )
+        above, heads = config.vocab_size - 1, config.n_heads
+        lengths = range(2, config.max_ngram_size + 1)
+        sizes = np.array([_next_primes(above, heads, used) for _ in lengths])
         if sizes.sum() != num_rows:
             raise CheckpointError(
                 f"layer {layer}'s Engram table has {num_rows} rows; its {sizes.size} parts have "
@@ -91,12 +89,8 @@ def within(hashes: HashTensors, num_rows: int) -> HashTensors:
 
 def _next_primes(above: int, count: int, used: set[int]) -> list[int]:
     """The next primes after `above` that are not used; adds them to `used`."""
-    found: list[int] = []
-    number = above
-    while len(found) < count:
-        number += 1
-        if number not in used and _is_prime(number):
-            found.append(number)
+    fresh = (n for n in itertools.count(above + 1) if n not in used and _is_prime(n))
+    found = list(itertools.islice(fresh, count))
     used.update(found)
     return found
 
