@@ -98,15 +98,7 @@ def _expand_half(x, factor, HIGH: tl.constexpr, BITS: tl.constexpr, ASM: tl.cons
 
 
 @triton.jit
-def _load_rows(
-    page_ptr,
-    offset,
-    valid,
-    ROWS: tl.constexpr,
-    BITS: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-):
+def _load_rows(page_ptr, offset, valid, ROWS: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
     """Rows `offset` [K] of their pages: words [K,G,C/2G] of two values, and factors [K,G,1].
 
     A factor is bfloat16: the scale of a group times 2^56 or, with 4 bits, 2^62. The scale of a
@@ -126,16 +118,17 @@ def _load_rows(
     else:
         factor = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 4611686018427387904.0
         factor = factor.to(tl.bfloat16)
-    return tl.reshape(words, [K, GROUPS, HALF // GROUPS]), factor[:, :, None]
+    return tl.reshape(words, [valid.shape[0], GROUPS, HALF // GROUPS]), factor[:, :, None]
 
 
 @triton.jit
-def _expand(rows, BITS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, ASM: tl.constexpr):
+def _expand(rows, BITS: tl.constexpr, ASM: tl.constexpr):
     """The even and the odd columns of rows: bfloat16 [K,C/2], the values times 2^-64."""
     words, factor = rows
     words, factor = tl.broadcast(words, factor)
-    even = tl.reshape(_expand_half(words, factor, False, BITS, ASM), [K, C // 2])
-    return even, tl.reshape(_expand_half(words, factor, True, BITS, ASM), [K, C // 2])
+    SHAPE: tl.constexpr = [words.shape[0], words.shape[1] * words.shape[2]]
+    even = tl.reshape(_expand_half(words, factor, False, BITS, ASM), SHAPE)
+    return even, tl.reshape(_expand_half(words, factor, True, BITS, ASM), SHAPE)
 
 
 @triton.jit
@@ -235,9 +228,9 @@ def _attend_kernel(
         page = tl.load(page_at, mask=valid, other=0).to(tl.int64)
         page_ptr = window_ptr + page * stride_window_page
         in_page = number % WINDOW_ROWS
-        recent = _load_rows(page_ptr, in_page, valid, WINDOW_ROWS, 8, C, BLOCK_K)
+        recent = _load_rows(page_ptr, in_page, valid, WINDOW_ROWS, 8, C)
         if ENTRY_BITS == 0:
-            even, odd = _expand(recent, 8, C, BLOCK_K, ASM)
+            even, odd = _expand(recent, 8, ASM)
         else:
             key -= WINDOW_TILES * BLOCK_K
             is_entry = (key >= 0) & (key < num_entries)
@@ -246,11 +239,11 @@ def _attend_kernel(
             valid = valid | is_entry
             page_ptr = entry_ptr + (slot // ENTRY_ROWS).to(tl.int64) * stride_entry_page
             in_page = slot % ENTRY_ROWS
-            chosen = _load_rows(page_ptr, in_page, is_entry, ENTRY_ROWS, ENTRY_BITS, C, BLOCK_K)
+            chosen = _load_rows(page_ptr, in_page, is_entry, ENTRY_ROWS, ENTRY_BITS, C)
             if in_window:
-                even, odd = _expand(recent, 8, C, BLOCK_K, ASM)
+                even, odd = _expand(recent, 8, ASM)
             else:
-                even, odd = _expand(chosen, ENTRY_BITS, C, BLOCK_K, ASM)
+                even, odd = _expand(chosen, ENTRY_BITS, ASM)
         scores = tl.dot(q_even, tl.trans(even))
         scores = tl.dot(q_odd, tl.trans(odd), scores)
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))

@@ -19,6 +19,7 @@ at least 10 ps for each pair of a token and an entry.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -30,6 +31,7 @@ from finwhale.ops.deepseek_v41.layout import check_pool, index_key
 from finwhale.ops.indexer import topk_long_triton as long_rows
 from finwhale.ops.indexer import topk_triton
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
+from finwhale.ops.indexer.prepare_queries_triton import check_heads, load_angles, rotate_heads
 from finwhale.ops.indexer.topk_triton import from_keys, to_keys
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
@@ -155,15 +157,7 @@ def _load_keys(
 
 @triton.jit
 def _store_scores(
-    outputs,
-    strides,
-    rows,
-    seen,
-    score,
-    tile,
-    TILE: tl.constexpr,
-    MAXIMA: tl.constexpr,
-    KEEPS: tl.constexpr,
+    outputs, strides, rows, seen, score, tile, MAXIMA: tl.constexpr, KEEPS: tl.constexpr
 ):
     """Store a tile's scores [TILE, BLOCK_Q] of tokens.
 
@@ -172,6 +166,7 @@ def _store_scores(
     seen: which tokens are meant, how many entries each sees, and at most one of them.
     """
     member_Q, visible_Q, visible = seen
+    TILE: tl.constexpr = score.shape[0]
     BLOCK_Q: tl.constexpr = score.shape[1]
     BLOCKS: tl.constexpr = TILE // UNIT
     scores_ptr, maxima_ptr, best_ptr, tops_ptr = outputs
@@ -242,12 +237,7 @@ def _prepare_kernel(
     position = tl.load(positions_ptr + token)
     visible = ((position + 1) // RATIO).to(tl.int32)
     column = tl.arange(0, C)
-    # Cosines in even columns, sines in odd ones; 1 and 0 before the rope.
-    rope = column - (C - R)
-    angle_ptr = rotary_ptr + tl.maximum(position, 0) * R + rope
-    angles = tl.load(angle_ptr, mask=rope >= 0, other=0.0)
-    angles = tl.where(rope < 0, (1 - column % 2).to(tl.float32), angles)
-    cos, sin = tl.split(tl.reshape(angles, [1, C // 2, 2]))
+    cos, sin = load_angles(rotary_ptr, position, C, R)
     wait_for_last(PDL)
     tl.store(zero_ptr + token, 0)
     if KEEPS:
@@ -269,10 +259,7 @@ def _prepare_kernel(
     head = tl.arange(0, BLOCK_I)
     row_ptr = q_ptr + token * stride_qn + head[:, None] * stride_qi
     q = tl.load(row_ptr + column[None, :], mask=(head < I)[:, None], other=0.0)
-    dtype = q_ptr.dtype.element_ty
-    even, odd = tl.split(tl.reshape(q, [BLOCK_I, C // 2, 2]).to(tl.float32))
-    even, odd = (even * cos - odd * sin).to(dtype), (odd * cos + even * sin).to(dtype)
-    x = tl.reshape(tl.join(even, odd), [BLOCK_I, C // GROUP, GROUP]).to(tl.float32)
+    x = tl.reshape(rotate_heads(q, cos, sin), [BLOCK_I, C // GROUP, GROUP]).to(tl.float32)
     x = round_to_scale(x, scale_exponent(tl.max(tl.abs(x), axis=2))[:, :, None])
     if ASM:
         x = tl.reshape(x, [BLOCK_I, C // GROUP, 4, 2, 2, 2])
@@ -381,7 +368,7 @@ def _scores_kernel(
                 score = tl.sum(tl.reshape(product, [TILE, BLOCK_Q, BLOCK_I]), axis=2)
                 score = _in_turns(score, 4, 2)
                 seen = member_Q, visible_Q, visible
-                _store_scores(outputs, strides, rows, seen, score, tile, TILE, MAXIMA, KEEPS)
+                _store_scores(outputs, strides, rows, seen, score, tile, MAXIMA, KEEPS)
         before = own
 
 
@@ -409,6 +396,7 @@ class SelectPlan:
         least: a token that sees no more entries needs no scores.
         row_length: number of scores of a token.
         block_q: queries that share a tile of keys: several, if sequences have several tokens.
+        block_i: heads of a query, with those that pad them.
         rows: tokens that are scored at a time.
         programs: that fill the GPU.
     """
@@ -420,26 +408,24 @@ class SelectPlan:
     least: int
     row_length: int
     block_q: int
+    block_i: int
     rows: int
     programs: int
 
     @staticmethod
     def of(
-        num_tokens: int,
-        heads: int,
-        tokens: Tokens,
-        rule: IndexRule,
-        num_blocks: int,
-        num_multiprocessors: int,
+        q_NIJ: Tensor, tokens: Tokens, rule: IndexRule, num_blocks: int, num_multiprocessors: int
     ) -> "SelectPlan":
         """num_blocks: columns of the blocks to select from; 0: select from all entries."""
+        num_tokens, heads, _ = q_NIJ.shape
         entries = tokens.max_len // rule.ratio
         blocks = triton.cdiv(entries, BLOCK)
         # Fewer blocks than are kept are all blocks.
         within = num_blocks if 0 < num_blocks < blocks else 0
         length = triton.cdiv(within * BLOCK or entries, TILE) * TILE
         least = min(rule.topk, rule.keeps * BLOCK or rule.topk)
-        block_q, each = max(1, COLUMNS // block_heads(heads)), MANY_PROGRAMS
+        block_i = max(16, triton.next_power_of_2(heads))
+        block_q, each = max(1, COLUMNS // block_i), MANY_PROGRAMS
         if within or tokens.max_query == 1:
             block_q, each = 1, ONE_PROGRAMS
         programs, decode = num_multiprocessors * each, tokens.max_query <= MAX_DECODE_QUERY
@@ -457,24 +443,16 @@ class SelectPlan:
             least=least,
             row_length=length,
             block_q=block_q,
+            block_i=block_i,
             rows=num_tokens if entries <= least else min(num_tokens, groups * block_q),
             programs=programs,
         )
 
 
-def block_heads(heads: int) -> int:
-    padded: int = triton.next_power_of_2(heads)
-    return max(16, padded)
-
-
 def _check(q: Tensor, keys: CacheRows, rotary: Tensor, rule: IndexRule, within: bool) -> None:
-    width, rows_per_page = q.shape[2], keys.table.rows_per_page
-    check_pool(keys, index_key(width))
-    if width not in (32, 64, 128) or 2 * rotary.shape[1] > width or q.stride(2) != 1:
-        raise ValueError(
-            f"index heads must have 32, 64 or 128 contiguous values, rope at most all of them: "
-            f"got {tuple(q.shape)}, strides {q.stride()}, rotary {tuple(rotary.shape)}"
-        )
+    rows_per_page = keys.table.rows_per_page
+    check_pool(keys, index_key(q.shape[2]))
+    check_heads(q, 2 * rotary.shape[1])
     if rows_per_page not in PAGE_ROWS or not rule.round_query:
         raise ValueError(
             f"these kernels score rounded queries against pages of {PAGE_ROWS} keys: got pages of "
@@ -488,20 +466,10 @@ def _check(q: Tensor, keys: CacheRows, rotary: Tensor, rule: IndexRule, within: 
 
 
 def _select(
-    scores: Tensor,
-    maxima: Tensor,
-    out: Tensor,
-    rows: tuple[Tokens, PageTable],
-    first: int,
-    topk: int,
-    most: int,
-    ratio: int,
-    early_launch: bool,
-    num_warps: int,
+    scores: Tensor, maxima: Tensor, out: Tensor, given: tuple[Any, ...], num_warps: int
 ) -> None:
-    """Select from rows of any length."""
-    tokens, table = rows
-    given = tokens, table, first, topk, most, ratio, early_launch
+    """Select from rows of any length. given: the arguments of `select_topk` after `out`."""
+    topk, most = given[3:5]
     # One of the scores of blocks is so high that the search in a short row would be slow.
     is_short = most <= topk_triton.BLOCK and topk <= long_rows.MOST_TOPK
     if is_short or most <= topk:
@@ -535,7 +503,7 @@ def select_shared(
     table, device = keys.table, q_NIJ.device
     _check(q_NIJ, keys, rotary_LR, rule, blocks_NB is not None)
     num_blocks = 0 if blocks_NB is None else blocks_NB.shape[1]
-    plan = SelectPlan.of(num_tokens, heads, tokens, rule, num_blocks, num_multiprocessors)
+    plan = SelectPlan.of(q_NIJ, tokens, rule, num_blocks, num_multiprocessors)
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -548,23 +516,26 @@ def select_shared(
         return selection
     last, number, zero = ints(num_tokens, dtype=torch.int64), ints(num_tokens), ints(num_tokens)
     units, q = ints(num_tokens, plan.within), ints(num_tokens, heads, width, dtype=torch.bfloat16)
+    common: dict[str, Any] = {
+        "RATIO": rule.ratio,
+        "C": width,
+        "ROWS": table.rows_per_page,
+        "BLOCK_I": plan.block_i,
+        "B": plan.within,
+        "ASM": inline_asm,
+        "num_warps": 4,
+        **launch_options(early_launch),
+    }
     if scored or rule.keeps:
         _prepare_kernel[(num_tokens,)](
             *(q_NIJ, rotary_LR, tokens.positions, tokens.sequence, table.pages, table.first),
             *(zero if blocks_NB is None else blocks_NB, q, last, number, zero, units),
             *(plan.least, heads, q_NIJ.stride(0), q_NIJ.stride(1), table.pages.stride(0)),
             0 if blocks_NB is None else blocks_NB.stride(0),
-            RATIO=rule.ratio,
-            C=width,
             R=2 * rotary_LR.shape[1],
-            ROWS=table.rows_per_page,
-            BLOCK_I=block_heads(heads),
-            B=plan.within,
             BLOCK_B=triton.next_power_of_2(max(1, plan.within)),
             KEEPS=rule.keeps > 0,
-            ASM=inline_asm,
-            num_warps=4,
-            **launch_options(early_launch),
+            **common,
         )
     # A page of all blocks, or a page that is a block.
     page = PageTable(zero.as_strided((1, 1), (16, 1)), zero, 2**20)
@@ -582,7 +553,7 @@ def select_shared(
         best = torch.empty(maxima.shape, device=device)
         tops = long_rows.empty_maxima(best)
     # Only after the kernel of the scores may the next ones read early what `_prepare_kernel` wrote.
-    how = early_launch and (scored or not rule.keeps), long_warps
+    early = early_launch and (scored or not rule.keeps)
     for first in range(0, num_tokens, plan.rows):
         parts = [t[: num_tokens - first] for t in (scores, maxima, best, tops)]
         if scored:
@@ -594,24 +565,18 @@ def select_shared(
                 *(first, len(parts[0]), plan.least, rule.scale * 2.0**63, heads),
                 *(weights_NI.stride(0), keys.pool.stride(0), table.pages.stride(0)),
                 *(part.stride(0) for part in parts),
-                RATIO=rule.ratio,
-                C=width,
-                ROWS=table.rows_per_page,
                 TILE=TILE,
-                B=plan.within,
                 BLOCK_Q=plan.block_q,
-                BLOCK_I=block_heads(heads),
                 MAXIMA=maxima is not scores,
                 KEEPS=best is not scores,
                 STAGES=STAGES,
-                ASM=inline_asm,
-                num_warps=4,
                 **({"maxnreg": 128 if plan.block_q == 1 else 255} if inline_asm else {}),
-                **launch_options(early_launch),
+                **common,
             )
         if columns:
-            _select(parts[0], parts[1], slots, of_entries, first, rule.topk, most, ratio, *how)
+            given = *of_entries, first, rule.topk, most, ratio, early
+            _select(parts[0], parts[1], slots, given, long_warps)
         if rule.keeps:
-            blocks = first, rule.keeps, plan.max_blocks, 1
-            _select(parts[2], parts[3], kept, of_blocks, *blocks, *how)
+            given = *of_blocks, first, rule.keeps, plan.max_blocks, 1, early
+            _select(parts[2], parts[3], kept, given, long_warps)
     return selection

@@ -44,6 +44,27 @@ def _signs(C: tl.constexpr):
 
 
 @triton.jit
+def load_angles(rotary_ptr, position, C: tl.constexpr, R: tl.constexpr):
+    """Cosines and sines [1, C/2] of a position's pairs of columns; 1 and 0 before the rope."""
+    column = tl.arange(0, C)
+    # Cosines in even columns, sines in odd ones.
+    rope = column - (C - R)
+    angle_ptr = rotary_ptr + tl.maximum(position, 0) * R + rope
+    angles = tl.load(angle_ptr, mask=rope >= 0, other=0.0)
+    angles = tl.where(rope < 0, (1 - column % 2).to(tl.float32), angles)
+    return tl.split(tl.reshape(angles, [1, C // 2, 2]))
+
+
+@triton.jit
+def rotate_heads(q, cos, sin):
+    """Rotate heads q [I, C]; in the dtype of q."""
+    dtype: tl.constexpr = q.dtype
+    even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]).to(tl.float32))
+    even, odd = (even * cos - odd * sin).to(dtype), (odd * cos + even * sin).to(dtype)
+    return tl.reshape(tl.join(even, odd), q.shape)
+
+
+@triton.jit
 def _prepare_queries_kernel(
     q_ptr,
     rotary_ptr,
@@ -71,14 +92,8 @@ def _prepare_queries_kernel(
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     column = tl.arange(0, C)
-    # Cosines in even columns, sines in odd ones; 1 and 0 before the rope.
-    rope = column - (C - R)
-    angle_ptr = rotary_ptr + tl.maximum(position, 0) * R + rope
-    angles = tl.load(angle_ptr, mask=rope >= 0, other=0.0)
-    angles = tl.where(rope < 0, (1 - column % 2).to(tl.float32), angles)
-    cos, sin = tl.split(tl.reshape(angles, [1, C // 2, 2]))
-    dtype = q_ptr.dtype.element_ty
-    signs = _signs(C).to(dtype)
+    cos, sin = load_angles(rotary_ptr, position, C, R)
+    signs = _signs(C).to(q_ptr.dtype.element_ty)
     wait_for_last(PDL)
     if (position + 1) // RATIO <= topk:
         return
@@ -87,10 +102,7 @@ def _prepare_queries_kernel(
     there = head < I
     row_ptr = q_ptr + token * stride_qn + head[:, None] * stride_qi
     q = tl.load(row_ptr + column[None, :], mask=there[:, None], other=0.0)
-    even, odd = tl.split(tl.reshape(q, [BLOCK_I, C // 2, 2]).to(tl.float32))
-    even, odd = (even * cos - odd * sin).to(dtype), (odd * cos + even * sin).to(dtype)
-    roped = tl.reshape(tl.join(even, odd), [BLOCK_I, C])
-    rotated = tl.dot(roped, signs, input_precision="ieee") * SHARE
+    rotated = tl.dot(rotate_heads(q, cos, sin), signs, input_precision="ieee") * SHARE
 
     x = tl.reshape(rotated, [BLOCK_I, C // GROUP, GROUP])
     exponent = scale_exponent(tl.max(tl.abs(x), axis=2))
@@ -105,6 +117,15 @@ def _prepare_queries_kernel(
     tl.store(out_ptr + (token * I + head[:, None]) * C + column[None, :], x, mask=there[:, None])
     half = ((largest - TOP - 1) << 23).to(tl.float32, bitcast=True)
     tl.store(factors_ptr + token * I + head, half, mask=there)
+
+
+def check_heads(q_NIC: Tensor, rope: int) -> None:
+    width = q_NIC.shape[2]
+    if width not in (32, 64, 128) or rope > width or q_NIC.stride(2) != 1:
+        raise ValueError(
+            f"index heads must have 32, 64 or 128 contiguous values, rope at most all of them: "
+            f"got {tuple(q_NIC.shape)}, strides {q_NIC.stride()}, rope {rope}"
+        )
 
 
 def block_heads(heads: int) -> int:
@@ -134,11 +155,7 @@ def prepare_index_queries(
     rope = 2 * rotary_LR.shape[1]
     if not round_query:
         raise ValueError("these kernels score rounded queries, got round_query False")
-    if width not in (32, 64, 128) or rope > width or q_NIC.stride(2) != 1:
-        raise ValueError(
-            f"index heads must have 32, 64 or 128 contiguous values, rope at most all of them: "
-            f"got {tuple(q_NIC.shape)}, strides {q_NIC.stride()}, rope {rope}"
-        )
+    check_heads(q_NIC, rope)
     if num_tokens == 0 or tokens.max_len // RATIO <= topk:
         return IndexQueries(q_NIC)
     values = torch.empty((num_tokens, heads, width), dtype=torch.uint8, device=q_NIC.device)
