@@ -118,6 +118,8 @@ def test_unsupported_arguments_are_refused() -> None:
     codes, scale = weight
     with pytest.raises(ValueError, match="blocks of 32"):
         gemm.prepare(LinearWeight(codes, 128, scale))
+    with pytest.raises(ValueError, match="blocks of 32"):
+        gemm.prepare(LinearWeight(codes, 32, scale))
     with pytest.raises(ValueError, match="scale must be"):
         gemm.linear(x, LinearWeight(codes, 32, scale.T.contiguous()[:1], scale_block=32))
     with pytest.raises(ValueError, match="rounded inputs"):
