@@ -39,6 +39,8 @@ from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import Weights
 
+from .test_v41_engine import wide
+
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.skipif(
@@ -367,3 +369,44 @@ def test_the_end_of_a_rank_ends_everything(two: Engine, who: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+
+
+def v41_engine(size: int, **options: Any) -> Engine:
+    """Eight layers of DeepSeek-V4.1 with a draft head, and random weights."""
+    config = EngineConfig(
+        tensor_parallel_size=size,
+        max_num_seqs=8,
+        max_model_len=4096,
+        max_num_batched_tokens=1024,
+        cache_memory_bytes=2**30,
+        **options,
+    )
+    return start_engine(config, wide(), Weights(wide()), None)
+
+
+@torch.inference_mode()
+def hidden_states(ids: Sequence[int], executor: LocalExecutor) -> torch.Tensor:
+    return Stepper(executor).read(list(ids), (300, 301))[:, 0].float().cpu()
+
+
+def test_v41_on_two_ranks_is_close_to_one_and_equal_on_both() -> None:
+    """As close as the definitions on one rank are: both only add in another order."""
+    found = partial(hidden_states, text(1, 900))
+
+    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float(((a - b).norm(dim=1) / b.norm(dim=1)).median())
+
+    with importable_tests():
+        two = v41_engine(2, draft_tokens=5)
+        assert isinstance(two.executor, Ranks)
+        serve_random(two, 30)
+        check_engine(two)
+        assert not any(two.metrics().late_compilations.values())
+        first, second = call_ranks_collectively(two.executor, found)
+        two.executor.close()
+    (alone,) = call_ranks_collectively(v41_engine(1).executor, found)
+    (defined,) = call_ranks_collectively(v41_engine(1, reference=True).executor, found)
+    assert torch.equal(first, second) and first.shape == alone.shape
+    far, spread = distance(first, alone), distance(defined, alone)
+    print(f"two ranks differ from one by {far:.3f}, the definitions by {spread:.3f}")
+    assert 0 < far < 1.5 * spread

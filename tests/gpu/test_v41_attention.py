@@ -15,7 +15,7 @@ from finwhale.ops.deepseek_v41 import RowRounding, ref
 from finwhale.ops.deepseek_v41.attention_triton import sparse_attention
 from finwhale.ops.deepseek_v41.layout import entry, index_key, window_row
 from finwhale.ops.deepseek_v41.merge_pairs_triton import merge_pairs
-from finwhale.ops.deepseek_v41.store_rows_triton import store_rows
+from finwhale.ops.deepseek_v41.store_rows_triton import prepare_qkv, store_rows
 from finwhale.ops.paging import CacheRows, StepCache
 
 DEVICE = "cuda"
@@ -84,6 +84,23 @@ def test_rows_are_stored(rounding: RowRounding, ratio: int, dtype: torch.dtype) 
     largest = wanted.pool.unflatten(1, (-1, record.group)).abs().amax(2, keepdim=True)
     error = (found - wanted.pool).abs().unflatten(1, (-1, record.group))
     assert (error <= largest / 3).all()
+
+
+@pytest.mark.parametrize("chunks", [((700, 701),), CHUNKS])
+def test_latents_are_normalised_and_stored(chunks: Any) -> None:
+    """One token and many, with the sizes of Flash."""
+    draw, tokens = Draw(), step_tokens(chunks)
+    rows = empty(draw.page_table(entry_rows(chunks, 1), 64), window_row(512))
+    latents = outliers(draw, len(tokens.positions), 1792).bfloat16().split((1280, 512), 1)
+    norms, rotary = (draw.normal(1280), draw.normal(512)), draw.rotation(tokens.max_len, 64)
+    wanted = replace(rows, pool=unpack(rows, window_row(512)))
+    normed = ref.prepare_qkv(latents, norms, 1e-20, wanted, rotary, tokens, "e4m3")
+    args = to_device((latents, norms, 1e-20, rows, rotary, tokens, "e4m3"), DEVICE)
+    found = prepare_qkv(*args, early_launch=True).cpu()
+    assert (found != normed).float().mean() < 0.01
+    assert torch.allclose(found.float(), normed.float(), rtol=0.01)
+    stored = unpack(CacheRows(args[3].pool.cpu(), rows.table), window_row(512))
+    assert (stored != wanted.pool).float().mean() < 0.01 and stored.any()
 
 
 @pytest.mark.parametrize("max_verify_tokens", [1, 6])
