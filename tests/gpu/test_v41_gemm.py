@@ -94,8 +94,10 @@ def test_the_shared_expert(num_tokens: int) -> None:
     assert torch.equal(found, gemm.swiglu_mlp(x, w, 10.0)), "the PTX changes bits"
 
 
-@pytest.mark.parametrize("width", (576, 288))
-@pytest.mark.parametrize("num_tokens", (*TOKENS, 3000))
+@pytest.mark.parametrize(
+    "num_tokens, width",
+    [(n, width) for n in (*TOKENS, 3000) for width in (576, 288)] + [(1, 2304), (1, 1152)],
+)
 def test_experts(num_tokens: int, width: int) -> None:
     """Twelve experts of one of four or eight ranks; some tokens have fewer than six."""
     w13, scale13 = (part.cuda() for part in fp4(draw(), 12, 2 * width, 5120))
@@ -114,6 +116,33 @@ def test_experts(num_tokens: int, width: int) -> None:
     again = experts.compute(x, weights, pairs, w, 10.0, options=FAST)
     stored = ids >= 0
     assert torch.equal(each[stored], again[stored])
+
+
+def test_captured_experts_of_one_token() -> None:
+    """They read other experts, weights and values in each replay; scales are up to 16."""
+    w13, scale13 = (part.cuda() for part in fp4(draw(), 12, 1152, 5120, largest=131))
+    w2, scale2 = (part.cuda() for part in fp4(draw(3), 12, 5120, 576, largest=131))
+    w = experts.finish_experts(ExpertWeight(w13, w2, 32, scale13, scale2))
+    x = torch.zeros(1, 5120, dtype=torch.bfloat16, device=DEVICE)
+    ids = torch.zeros(1, 6, dtype=torch.int32, device=DEVICE)
+    weights = torch.zeros(1, 6, device=DEVICE)
+
+    def run() -> Tensor:
+        pairs = experts.dispatch(ids, 12, options=FAST)
+        each = experts.compute(x, weights, pairs, w, 10.0, options=FAST)
+        return combine_triton.combine(each, ids, early_launch=True)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for seed in range(20):
+        x.copy_(torch.randn(1, 5120, generator=draw(seed)) / 1024)
+        weights.copy_(torch.rand(1, 6, generator=draw(seed)))
+        ids.copy_(torch.randperm(12, generator=draw(seed))[:6])
+        ids[0, seed % 6] = -1
+        graph.replay()
+        assert torch.equal(found, run())
 
 
 @pytest.mark.parametrize("num_tokens", (1, 3, 128, 129, 2000))

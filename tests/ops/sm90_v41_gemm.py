@@ -71,6 +71,7 @@ def calls() -> dict[str, Callable[[], None]]:
             found[f"v41-experts-{inner}-{N}"] = partial(call_experts, inner, 384, 6, N)
     for N in (1, 20, 300):
         found[f"v41-experts-demo-{N}"] = partial(call_experts, 64, 4, 2, N, 64)
+    found["v41-experts-1152-1"] = partial(call_experts, 1152, 384, 6, 1)
     found["v41-experts-draft-6"] = partial(call_experts, 576, 128, 3, 6)
     return found
 

@@ -28,7 +28,10 @@ FEW = [
         "indexer-1024-8-1048576",
     )
 ] + [("sm90_experts", call) for call in FEW_EXPERTS]
-FEW += [("sm90_v41_gemm", call) for call in ("v41-linear-25600-6144-1", "v41-linear-1792-5120-16")]
+FEW += [
+    ("sm90_v41_gemm", call)
+    for call in ("v41-linear-25600-6144-1", "v41-linear-1792-5120-16", "v41-experts-2304-1")
+]
 FEW.append(("sm90_v41_small", "small-8"))
 CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
 SMOKE = ("mhc-flash", "drafts-flash-2")  # in the core suite

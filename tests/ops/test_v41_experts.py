@@ -16,6 +16,7 @@ from torch import Tensor
 
 from finwhale.number_formats import e2m1_values
 from finwhale.ops.deepseek_v41 import experts_hopper as experts
+from finwhale.ops.deepseek_v41.experts_row_triton import decoder
 from finwhale.ops.moe import Dispatched, ExpertWeight
 
 
@@ -33,7 +34,7 @@ def decoded(w: Tensor, factors: Tensor, width: int) -> Tensor:
     half = factors.long() << 7
     both = (half | half << 16).view(len(w), -1, width // columns, 64, columns // 32, 1)
     words = words.view(len(w), -1, width // columns, 64, columns // 32, 4)
-    pairs = halves(run_ptx(assembly(experts._decoded), words, both))
+    pairs = halves(run_ptx(assembly(decoder), words, both))
     # (.., word, pair of eight columns, value) -> columns
     values = pairs.unflatten(-1, (4, 2)).transpose(-3, -2).flatten(-4)
     return values.transpose(2, 3).reshape(len(w), -1, width)
@@ -65,9 +66,7 @@ def test_every_code() -> None:
     group = values.view(-1, 32).to(torch.uint8)
     words = experts._packed(group[:, ::2] | group[:, 1::2] << 4).view(torch.int32)
     half = torch.tensor((127 + 126) << 7)
-    found = halves(
-        run_ptx(assembly(experts._decoded), words.long() & 0xFFFFFFFF, half | half << 16)
-    )
+    found = halves(run_ptx(assembly(decoder), words.long() & 0xFFFFFFFF, half | half << 16))
     wanted = e2m1_values(values.device)[group.long()].view(-1, 4, 4, 2).transpose(1, 2)
     assert torch.equal(found, wanted.flatten(2))
 

@@ -6,7 +6,7 @@
 bfloat16 (exactly, with their scales), and enter the tensor cores from registers, which sum over all
 of K in float32. Gate and up applies the clamped SwiGLU and the routing weight, and rounds the
 hidden values by groups of 32, so down reads them as they are. All plans add K in its order, so a
-token's bits do not depend on N.
+token's bits do not depend on N. One token has kernels and bits of its own (experts_row_triton.py).
 
 Layout of the weights after `finish_experts`, in place. A tile has 64 rows: of w2, or 32 of w1 and
 32 of w3, eight by eight. It is contiguous, in blocks of 64 columns (of 32, if K has no whole
@@ -45,7 +45,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.number_formats import E4M3_MAX
+from finwhale.ops.deepseek_v41 import experts_row_triton
 from finwhale.ops.deepseek_v41.expand_triton import round_columns
+from finwhale.ops.deepseek_v41.experts_row_triton import decoder
 from finwhale.ops.deepseek_v41.gemm_triton import DEFAULT, GROUP, GemmOptions
 from finwhale.ops.launch import early_launch
 from finwhale.ops.launch.early_launch import launch_options
@@ -199,35 +201,14 @@ def _decoded(w_tile, factors, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
 
     factors: int [64], a byte for each group of 32 columns.
     """
-    # Both halves of a word have the sign and the magnitude of their first three codes at the same
-    # distance as in bfloat16: at 15 and 8-6, 12 and 5-3, 9 and 2-0. The fourth code fills the gaps:
-    # its exponent is at 14-13, its mantissa at 11, its sign at 10. The magnitude's bits as those of
-    # a bfloat16 are the value times 2^-126. Because of pack=4, $5 occurs four times in a row.
-    asm: gl.constexpr = """{
-.reg .b32 a, b, c, d, e;
-and.b32 a, $4, 0x81c081c0;
-shl.b32 b, $4, 3;
-shl.b32 c, $4, 6;
-shr.u32 d, $4, 6;
-and.b32 b, b, 0x81c081c0;
-and.b32 c, c, 0x81c081c0;
-and.b32 d, d, 0x01800180;
-shr.u32 e, $4, 5;
-lop3.b32 d, e, 0x00400040, d, 0xea;
-shl.b32 e, $4, 5;
-lop3.b32 d, e, 0x80008000, d, 0xea;
-mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $5;
-mul.rn.bf16x2 $2, c, $5;
-mul.rn.bf16x2 $3, d, $5;
-}"""
+    # Because of pack=4, the factor occurs four times in a row.
     layout: gl.constexpr = _bytes_layout(COLUMNS)
     groups: gl.constexpr = COLUMNS // 32
     w = w_tile.load(layout)
     at = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, layout)) // 16 * 8
     field = (gl.expand_dims(factors.to(gl.int32), 1) >> gl.expand_dims(at, 0)) & 0xFF
     low, high = gl.inline_asm_elementwise(
-        asm,
+        decoder(),
         "=&r,=&r,=&r,=&r" + ",r" * 5,
         [w, field * 0x00800080],
         dtype=(gl.bfloat16, gl.bfloat16),
@@ -467,11 +448,15 @@ def plan(num_pairs: int, num_experts: int) -> ExpertsPlan:
     return next(plan for most, plan in PLANS if num_pairs <= most * num_experts)
 
 
-LAUNCH_CLASSES = LaunchClasses(tokens=partial(launch_tokens_of_plan, plan))
+LAUNCH_CLASSES = LaunchClasses(
+    tokens=partial(launch_tokens_of_plan, plan, others=lambda num_tokens, rows: num_tokens == 1)
+)
 
 
-def dispatch(ids_NK: Tensor, num_experts: int, *, options: GemmOptions = DEFAULT) -> OrderedPairs:
-    """ids int32 or int64, contiguous."""
+def dispatch(ids_NK: Tensor, num_experts: int, *, options: GemmOptions = DEFAULT) -> Dispatched:
+    """ids int32 or int64, contiguous. One token's pairs are not ordered."""
+    if len(ids_NK) == 1:
+        return Dispatched(ids_NK)
     block_rows = plan(ids_NK.numel(), num_experts).block_rows
     return order_pairs(ids_NK, num_experts, block_rows, options.early_launch)
 
@@ -488,10 +473,13 @@ def compute(
     """x bfloat16 with strided rows. Returns bfloat16 [N,K,D]."""
     if not isinstance(w, GroupedExperts) or w.input_group != GROUP:
         raise ValueError("these kernels read FP4 weights in the layout of `finish_experts`")
-    assert isinstance(pairs, OrderedPairs)
     check_rows(x_ND, weights_NK, pairs, w, GROUP)
     each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
-    if len(x_ND):
+    if not isinstance(pairs, OrderedPairs):
+        assert len(x_ND) == 1 and w.expert_scale is not None
+        one = x_ND, weights_NK, pairs.ids, w, w.expert_scale, limit, each
+        experts_row_triton.launch(*one, options)
+    elif len(x_ND):
         launch(x_ND, weights_NK, pairs, w, limit, plan(pairs.ids.numel(), len(w.w2)), each)
     return each
 
