@@ -234,7 +234,7 @@ def experts_row_kernel(
 
 
 # M8, WM, the most parts WK, and the most blocks that a warp loads ahead.
-GATE_UP = (2, 2, 2, 10)
+GATE_UP = (2, 1, 4, 6)
 DOWN = (2, 4, 1, 10)
 
 

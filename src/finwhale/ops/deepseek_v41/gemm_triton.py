@@ -50,7 +50,7 @@ SPLIT_TOKENS = 64
 HELD_BYTES = 32768
 MIN_ROWS = 4
 CHUNK = 1024
-MIN_PROGRAMS = 256
+MIN_PROGRAMS = 384
 # tile_kernel splits K into parts of so many chunks: the first number that leaves no rest, or 8.
 # K is not split if it has at most UNSPLIT_CHUNKS, and the weight at least MANY_ROWS.
 PART_CHUNKS = (8, 9, 10)
@@ -190,7 +190,7 @@ def _run_row(p: GemmProblem) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_K=_chunk(width),
         GROUP=GROUP,
-        num_warps=8 if block_m * width * rows // p.M >= HELD_BYTES // 2 else 4,
+        num_warps=4,
         **launch_options(p.options.early_launch),
     )
     return out
