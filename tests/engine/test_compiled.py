@@ -252,7 +252,9 @@ def test_every_graph_of_the_embedded_model_is_traced(one_thread: None) -> None:
     for path, options in ((DEMO_PATH, {}), (DSPARK_PATH, {"draft_tokens": 5})):
         llm = LLM(path, device="cpu", max_model_len=300, max_num_seqs=1, **options)
         runner = first_rank(llm._engine.executor).runner
-        for _, tracers in CompiledMode(OPS).tracers(runner.model, runner.cache):
+        for _, tracers in CompiledMode(OPS, runner.model.config).tracers(
+            runner.model, runner.cache
+        ):
             for tracer in tracers:
                 # Each iteration adds the same operations again, and tracing them takes time.
                 tracer.config = replace(tracer.config, hc_sinkhorn_iters=2)

@@ -23,10 +23,11 @@ from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.mtp import MtpLayer
-from finwhale.models.protocol import Model
+from finwhale.models.protocol import Model, ModelConfig
 from finwhale.ops import Ops
 from finwhale.ops.linear.ref import grouped_form
 
@@ -41,12 +42,17 @@ class CompiledMode:
     Args:
         ops: the platform's operator table.
 
+    Raises:
+        FinwhaleError: these layers cannot be compiled.
+
     Attributes:
         ops: the operator table for the model. It uses one form of attention's output for any number
             of tokens, because a graph accepts only one.
     """
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops, config: ModelConfig) -> None:
+        if not isinstance(config, DeepseekV4Config):
+            raise FinwhaleError("the compiled mode is for DeepSeek-V4 alone: leave out compile")
         self.ops = replace(ops, grouped_form=grouped_form)
         self._namespace = namespace(self.ops)
         registered = custom(self.ops)
@@ -73,8 +79,7 @@ class CompiledMode:
         self, model: Model, cache: PagedCache
     ) -> Iterator[tuple[DeepseekV4 | MtpLayer | DsparkHead, list[LayerTracer]]]:
         """The model and its draft head, each with the tracers of its decoder layers."""
-        if not isinstance(model, DeepseekV4):
-            raise FinwhaleError("the compiled mode is for DeepSeek-V4 alone: leave out compile")
+        assert isinstance(model, DeepseekV4)
         (window,) = (g for g in cache_spec(model.config) if g.name == "window")
         rows = window.rows_per_page
         for part in (model, model.draft_head):

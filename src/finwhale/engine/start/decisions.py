@@ -219,7 +219,7 @@ class Decisions:
                 "the compiled mode is for the platform's own operators, and here the plain "
                 "definitions would run"
             )
-        return CompiledMode(self.ops)
+        return CompiledMode(self.ops, self.model_config)
 
     def _new_arenas(self) -> dict[str, Arena]:
         if not self.config.enable_sleep_mode:
