@@ -63,6 +63,7 @@ class DeepseekConfig:
     bos_token_id: int = 0
     eos_token_ids: tuple[int, ...] = (1,)
     quantised: bool = True
+    weight_block_size: tuple[int, int] = (128, 128)
 
     def _check_common_sizes(self) -> None:
         widths = {"head_dim": self.head_dim, "index_head_dim": self.index_head_dim}

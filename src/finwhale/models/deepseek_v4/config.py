@@ -53,7 +53,6 @@ class DeepseekV4Config(DeepseekConfig):
     draft_head: DraftHead | None = None
     expert_dtype: ExpertDtype = "fp4"
     scale_format: ScaleFormat = "ue8m0"
-    weight_block_size: tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
         for name in POSITIVE:

@@ -1,6 +1,6 @@
 """Sizes with which the model's kernels are compiled or loaded before the first step."""
 
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_config import DeepseekConfig
 from finwhale.ops.launch.sizes import ModelSizes
 
 # cuBLAS has one kernel for 8k + 1 to 8k + 8 rows, and others for some multiples of 8 alone, such as
@@ -8,7 +8,7 @@ from finwhale.ops.launch.sizes import ModelSizes
 GEMM_ROWS = 8
 
 
-def launch_sizes(config: DeepseekV4Config) -> ModelSizes:
+def launch_sizes(config: DeepseekConfig) -> ModelSizes:
     """The sizes that launch signatures depend on. config: the sizes of a rank's part."""
     values = config.num_attention_heads * config.head_dim
     width, inner = config.hidden_size, config.moe_intermediate_size

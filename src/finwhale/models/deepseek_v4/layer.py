@@ -12,6 +12,7 @@ from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights, SharedMoe
 from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
+from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.moe import UnreducedExperts
@@ -152,6 +153,14 @@ def serve_others(layers: Sequence[DecoderLayer], x_0D: Tensor, lane_rows: int) -
     for layer in layers:
         assert isinstance(layer.ffn, SharedMoe)
         layer.ffn.serve_others(x_0D, lane_rows)
+
+
+def post_step(ops: Ops, x: BlockOutput, post: Tensor, res: Tensor, residual: Tensor) -> Tensor:
+    """The residual streams after a block with the output x: mhc.MhcPost."""
+    if isinstance(x, Tensor):
+        return ops.mhc_post(x, post, res, residual)
+    assert ops.mhc_of_terms is not None
+    return ops.mhc_of_terms.mhc_post(x, post, res, residual)
 
 
 def mhc_params(config: DeepseekConfig) -> MhcParams:

@@ -9,15 +9,15 @@ V vocabulary, X tokens of it whose rows of the LM head this rank holds.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_v4.base import DeepseekModel
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
@@ -27,17 +27,13 @@ from finwhale.models.deepseek_v4.layer import (
     LayerWeights,
     SharedParts,
     mhc_params,
+    post_step,
     serve_others,
 )
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
-from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel, vocabulary
 from finwhale.models.protocol import DividedSteps
-from finwhale.models.rope import RotaryTables
-from finwhale.models.sharding import rank_config
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
 
@@ -56,26 +52,16 @@ class ModelWeights:
     dspark: DsparkWeights | None
 
 
-ALONE = Alone()
 # The side streams of the draft head's features and context.
 FEATURE_STREAM, CONTEXT_STREAM = 0, 2
 
 
-class DeepseekV4:
-    """One rank of the model, on one device (protocol.Model has the contract).
+class DeepseekV4(DeepseekModel):
+    """One rank of the model. options: those of DeepseekModel."""
 
-    Args:
-        config: the configuration of the whole model.
-        weights: this rank's part of the weights.
-        round_activations: round activations, cached kv and indexer inputs as the model was trained.
-        max_positions: length of the longest sequence and of the rotary tables.
-        collectives: adds and gathers the ranks' partial results.
-
-    Attributes:
-        part: the sizes of this rank's part.
-        vocab_part: the token ids whose rows of the LM head this rank holds.
-        sample: samples from the ranks' logits [M,X].
-    """
+    config: DeepseekV4Config
+    part: DeepseekV4Config
+    weights: ModelWeights
 
     def __init__(
         self,
@@ -84,24 +70,12 @@ class DeepseekV4:
         weights: ModelWeights,
         *,
         round_activations: bool,
-        max_positions: int,
-        collectives: Collectives = ALONE,
+        **options: Any,
     ) -> None:
-        self.config = config
-        rank = collectives.rank
-        self.part = rank_config(config, rank, round_activations=round_activations)
-        self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
-        self.vocab_part, self.sample = vocabulary(ops, self.ranks, config.vocab_size)
-        self.weights = weights
+        super().__init__(config, ops, weights, round_activations=round_activations, **options)
         self.linear = ops.linear
-        self.mhc_post = ops.mhc_post
-        self.mhc_of_terms = ops.mhc_of_terms
         self.hc_head = ops.hc_head
         self.params = mhc_params(config)
-        thetas = config.rope_theta, config.compress_rope_theta
-        rope = config.qk_rope_head_dim, thetas, config.rope_scaling
-        self.tables = RotaryTables(*rope, max_positions, weights.embed.device)
-        self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
         context = LayerContext(
             config=self.part,
             ops=ops,
@@ -125,22 +99,6 @@ class DeepseekV4:
         elif weights.dspark is not None:
             self.draft_head = DsparkHead(context, weights.dspark, shared)
             self.draft_context = DsparkContext(context, weights.dspark, self.tables)
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.embed.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.embed.dtype
-
-    @property
-    def launch_sizes(self) -> ModelSizes:
-        """The sizes that this rank's launch signatures depend on."""
-        sizes, rank = launch_sizes(self.part), self.ranks.rank
-        if rank.data_parallel:
-            return replace(sizes, num_lanes=rank.size)
-        return replace(sizes, num_ranks=rank.size)
 
     @property
     def divided_steps(self) -> DividedSteps | None:
@@ -209,9 +167,6 @@ class DeepseekV4:
                 for rows in library_gemm_rows(num_tokens):
                     layer.attn.compressor.project(x_ND[:rows])
 
-    def without_collectives(self) -> AbstractContextManager[None]:
-        return self.ranks.without_collectives()
-
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         config = self.config
         shape = max_tokens, config.num_hidden_layers, config.num_experts_per_tok
@@ -220,9 +175,6 @@ class DeepseekV4:
         for number, layer in enumerate(self.layers):
             layer.ffn.routed = routed[:, number]
         return routed
-
-    def limit_positions(self, max_positions: int) -> None:
-        self.tables.limit(max_positions)
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
         """The residual streams of this rank's rows."""
@@ -276,12 +228,7 @@ class DeepseekV4:
             if features is not None and features.wants(number):
                 on_residual = partial(features.add, number)
             state = layer(state, inputs, self.tables, cache, segments, on_residual)
-        x, post_mix, res_mix, residual = state
-        if isinstance(x, Tensor):
-            streams = self.mhc_post(x, post_mix, res_mix, residual)
-        else:
-            assert self.mhc_of_terms is not None
-            streams = self.mhc_of_terms.mhc_post(x, post_mix, res_mix, residual)
+        streams = post_step(self.ops, *state)
         if features is not None and features.wants(len(others)):
             features.add(len(others), streams)
         return self.ranks.all_gather_rows(streams, num_tokens)

@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.layer import mhc_params
+from finwhale.models.deepseek_v4.layer import mhc_params, post_step
 from finwhale.models.deepseek_v4.moe import Moe, SharedMoe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
@@ -116,10 +116,4 @@ class DecoderLayer:
         """The residual streams [N,H,D] after the last block's post step."""
         last, streams_NHD, _ = state
         self.side_streams.join(MIXES_STREAM)
-        if last is None:
-            return streams_NHD
-        x, post, res = last
-        if isinstance(x, Tensor):
-            return self.ops.mhc_post(x, post, res, streams_NHD)
-        assert self.ops.mhc_of_terms is not None
-        return self.ops.mhc_of_terms.mhc_post(x, post, res, streams_NHD)
+        return streams_NHD if last is None else post_step(self.ops, *last, streams_NHD)

@@ -12,7 +12,6 @@ V vocabulary, X tokens of it whose rows of the LM head this rank holds, or value
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,13 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
+from finwhale.models.deepseek_v4.base import DeepseekModel
+from finwhale.models.deepseek_v4.kernel_sizes import library_gemm_rows
 from finwhale.models.deepseek_v4.moe import SharedMoe
-from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel, vocabulary
 from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
@@ -35,8 +32,6 @@ from finwhale.models.deepseek_v41.engram_hash import engram_hashes
 from finwhale.models.deepseek_v41.layer import DecoderLayer, LayerState
 from finwhale.models.deepseek_v41.step_parts import StepParts, step_parts
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights, ModelWeights
-from finwhale.models.rope import RotaryTables
-from finwhale.models.sharding import rank_config
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import HashTensors
@@ -44,17 +39,19 @@ from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.weights.tree import leaves
 
-ALONE = Alone()
 ENGRAM_STREAM = 2  # of SideStreams
 
 
-class DeepseekV41:
-    """One rank of the text model (protocol.Model has the contract).
+class DeepseekV41(DeepseekModel):
+    """One rank of the text model.
 
     Args:
         compressed_ids: [V] int64: Engram's compressed id of each token; None: no layer has Engram.
-        max_positions: length of the longest sequence and of the rotary tables.
+        options: those of DeepseekModel.
     """
+
+    config: DeepseekV41Config
+    weights: ModelWeights
 
     def __init__(
         self,
@@ -64,21 +61,15 @@ class DeepseekV41:
         compressed_ids: Tensor | None,
         *,
         round_activations: bool,
-        max_positions: int,
-        collectives: Collectives = ALONE,
+        **options: Any,
     ) -> None:
+        super().__init__(config, ops, weights, round_activations=round_activations, **options)
         assert ops.shared_entries is not None
-        self.config, self.ops, self.shared, self.weights = config, ops, ops.shared_entries, weights
+        self.shared = ops.shared_entries
         self.published = Published()
         self.first_mixes = torch.eye(1, config.hc_mult, device=weights.embed.device)
         self.compressed_ids: Tensor | None = None
-        self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
         self.ranks.divided_tokens = sys.maxsize  # each rank computes all tokens
-        self.vocab_part, self.sample = vocabulary(ops, self.ranks, config.vocab_size)
-        self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
-        thetas = config.rope_theta, config.compress_rope_theta
-        rope = config.qk_rope_head_dim, thetas, config.rope_scaling
-        self.tables = RotaryTables(*rope, max_positions, weights.embed.device)
         hashes, self.pad = dict[int, HashTensors](), 0
         if config.engram is not None:
             assert compressed_ids is not None
@@ -101,14 +92,6 @@ class DeepseekV41:
             )
 
     @property
-    def device(self) -> torch.device:
-        return self.weights.embed.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.embed.dtype
-
-    @property
     def residual_shape(self) -> tuple[int, int]:
         """The last mixes have collapsed a token's streams to one."""
         return 1, self.config.hidden_size
@@ -119,16 +102,8 @@ class DeepseekV41:
 
     @property
     def launch_sizes(self) -> ModelSizes:
-        """The sizes that this rank's launch signatures depend on."""
-        rank, (top, experts) = self.ranks.rank, self.config.stage_experts
-        part: Any = rank_config(self.config, rank)  # has the names of V4's configuration
-        lanes = rank.size if rank.data_parallel else 1
-        return replace(
-            launch_sizes(part),
-            num_ranks=rank.size // lanes,
-            num_lanes=lanes,
-            draft_experts=(experts, top),
-        )
+        top, experts = self.config.stage_experts
+        return replace(super().launch_sizes, draft_experts=(experts, top))
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Compute N tokens and write their state; returns the collapsed hidden states [N,1,D].
@@ -265,9 +240,6 @@ class DeepseekV41:
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         raise FinwhaleError("DeepSeek-V4.1 does not return routed experts")
 
-    def limit_positions(self, max_positions: int) -> None:
-        self.tables.limit(max_positions)
-
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         return self._forward(self._one_of_each(), inputs, cache, segments)
 
@@ -298,9 +270,6 @@ class DeepseekV41:
         x = torch.zeros(num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
         for count in _numbers_of_rows(num_tokens, shared.scale2):
             self.ops.swiglu_mlp(x[:count], shared, limit)
-
-    def without_collectives(self) -> AbstractContextManager[None]:
-        return self.ranks.without_collectives()
 
 
 def _numbers_of_rows(most: int, scale: Tensor | None) -> list[int]:

@@ -151,42 +151,16 @@ def store_rows(
     tokens: Tokens,
     ratio: int,
     rounding: RowRounding,
+    query: tuple[Any, ...] | None = None,
     *,
     early_launch: bool = False,
 ) -> None:
-    """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
-    _launch(values_NC, rows, rotary_LR, tokens, ratio, rounding, None, early_launch)
+    """Supports only packed pools, which are always rounded.
 
-
-def prepare_qkv(
-    latents: tuple[Tensor, Tensor],
-    norms: tuple[Tensor, Tensor],
-    eps: float,
-    rows: CacheRows,
-    rotary_LR: Tensor,
-    tokens: Tokens,
-    rounding: RowRounding,
-    *,
-    early_launch: bool = False,
-) -> Tensor:
-    """Supports what `store_rows` does."""
-    (q_NQ, kv_NC), out_NQ = latents, latents[0].new_empty(latents[0].shape)
-    query = (q_NQ, out_NQ, *norms, q_NQ.stride(0), q_NQ.shape[1], eps)
-    _launch(kv_NC, rows, rotary_LR, tokens, 1, rounding, query, early_launch)
-    return out_NQ
-
-
-def _launch(
-    values_NC: Tensor,
-    rows: CacheRows,
-    rotary_LR: Tensor,
-    tokens: Tokens,
-    ratio: int,
-    rounding: RowRounding,
-    query: tuple[Any, ...] | None,
-    early_launch: bool,
-) -> None:
-    """query: the kernel's arguments for `prepare_qkv`."""
+    Args:
+        query: the kernel's arguments for `prepare_qkv`; None: the values are normalised.
+        early_launch: see `launch_options`.
+    """
     if rounding == "none":
         raise ValueError("a packed pool's rows are rounded; rounding 'none' needs a dense pool")
     forms = {"e4m3": (WINDOW, window_row), "fp4": (ENTRY, entry), "key": (KEY, index_key)}
@@ -209,3 +183,21 @@ def _launch(
         num_warps=max(1, min(4, width // VALUES_PER_WARP)),
         **launch_options(early_launch),
     )
+
+
+def prepare_qkv(
+    latents: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    rows: CacheRows,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    rounding: RowRounding,
+    *,
+    early_launch: bool = False,
+) -> Tensor:
+    """Supports what `store_rows` does."""
+    (q_NQ, kv_NC), out_NQ = latents, latents[0].new_empty(latents[0].shape)
+    query = (q_NQ, out_NQ, *norms, q_NQ.stride(0), q_NQ.shape[1], eps)
+    store_rows(kv_NC, rows, rotary_LR, tokens, 1, rounding, query, early_launch=early_launch)
+    return out_NQ
