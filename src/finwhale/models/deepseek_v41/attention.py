@@ -61,12 +61,7 @@ class Attention:
         )
 
     def project_index(
-        self,
-        x_ND: Tensor,
-        inputs: StepInputs,
-        writing: Tokens,
-        rotary: Tensor,
-        cache: PagedCache,
+        self, x_ND: Tensor, inputs: StepInputs, writing: Tokens, rotary: Tensor, cache: PagedCache
     ) -> Tensor | None:
         """An index source's projections of its tokens; None: the layer is none. A KV source writes
         the entries of the tokens in `writing` (StepParts).

@@ -37,7 +37,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -55,7 +54,7 @@ from finwhale.ops.launch.gluon_functions import reinterpret
 from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.moe import Dispatched, ExpertWeight
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_tokens_of_plan, order_pairs
-from finwhale.ops.moe.experts_hopper_parts import after
+from finwhale.ops.moe.experts_hopper_parts import after, power_of_two, release
 from finwhale.ops.moe.experts_hopper_program import (
     hidden_values,
     program_options,
@@ -75,7 +74,7 @@ ROUND_BLOCK = 1024  # columns that a program rounds
 # --- Weights --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedExperts(ExpertWeight):
     """FP4 weights in the layout of this file.
 
@@ -84,7 +83,7 @@ class GroupedExperts(ExpertWeight):
             weight has scales above 2.
     """
 
-    expert_scale: Tensor | None = None
+    expert_scale: Tensor
 
 
 def block_columns(width: int) -> int:
@@ -102,7 +101,7 @@ def finish_experts(w: ExpertWeight) -> GroupedExperts:
     matrices = (w.w13, w.scale13, True), (w.w2, w.scale2, False)
     factors = [_regroup(*matrix) for matrix in matrices]
     fields = w.w13, w.w2, w.input_group, w.scale13, w.scale2, w.scale_block
-    return GroupedExperts(*fields, torch.stack(factors, 1))
+    return GroupedExperts(*fields, expert_scale=torch.stack(factors, 1))
 
 
 def _regroup(w: Tensor, scale: Tensor | None, paired: bool) -> Tensor:
@@ -258,22 +257,12 @@ def _step(
         if loads > 1 and not (FIRST and j == 0):
             total = warpgroup_mma_wait(0, deps=[total])
             if j == 0:
-                _free(empty, before)
+                release(empty, before)
         total = warpgroup_mma(a, x, total, use_acc=not (FIRST and j == 0), is_async=True)
     if loads == 1:
         total = warpgroup_mma_wait(0, deps=[total])
-        _free(empty, slot)
+        release(empty, slot)
     return total
-
-
-@gluon.jit
-def _free(empty, slot):
-    """Let the ring's slot be filled again.
-
-    Loads of weights may still wait behind loads of other warps (ops/moe/experts_hopper.py).
-    """
-    fence_async_shared()
-    mbarrier.arrive(empty.index(slot), count=1)
 
 
 @gluon.jit
@@ -299,7 +288,7 @@ def _product(
         slot, phase = after(slot, phase, STAGES)
     if rings[2].shape[1] > 64:
         total = warpgroup_mma_wait(0, deps=[total])
-        _free(rings[5], before)
+        release(rings[5], before)
     return total, slot, phase
 
 
@@ -313,10 +302,9 @@ def _store_hidden(total, hidden, first, end, tile):
     # Rounding to odd first changes nothing, and moves half as many bytes between threads.
     result = hidden_values(total, order_ptr, weights_ptr, limit, first, end).to(gl.float32)
     amax = gl.maximum(gl.max(gl.abs(result), axis=0), LEAST)
-    bits = ((amax * (1.0 / TOP)).to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-    inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 0)
-    scale = gl.expand_dims(bits.to(gl.float32, bitcast=True), 0)
-    result = (result * inverse).to(gl.float8e4nv).to(gl.float32) * scale
+    scale, inverse = power_of_two(amax, TOP)
+    result = (result * gl.expand_dims(inverse, 0)).to(gl.float8e4nv).to(gl.float32)
+    result *= gl.expand_dims(scale, 0)
     store_hidden(result, hidden_ptr, inner, first, end, tile)
 
 
@@ -476,7 +464,7 @@ def compute(
     check_rows(x_ND, weights_NK, pairs, w, GROUP)
     each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
     if not isinstance(pairs, OrderedPairs):
-        assert len(x_ND) == 1 and w.expert_scale is not None
+        assert len(x_ND) == 1
         one = x_ND, weights_NK, pairs.ids, w, w.expert_scale, limit, each
         experts_row_triton.launch(*one, options)
     elif len(x_ND):

@@ -84,14 +84,7 @@ def _gates_few_kernel(
 
 @triton.jit
 def _collapse_kernel(
-    streams_ptr,
-    pre_ptr,
-    out_ptr,
-    D,
-    stride_n,
-    stride_h,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    streams_ptr, pre_ptr, out_ptr, D, stride_n, stride_h, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):
     start_next(PDL)
     token = tl.program_id(0).to(tl.int64)

@@ -30,7 +30,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -48,6 +47,7 @@ from finwhale.ops.moe.experts_hopper_parts import (
     decode,
     down_steps,
     mma,
+    release,
     weight_descriptors,
 )
 from finwhale.ops.moe.experts_hopper_program import (
@@ -153,10 +153,7 @@ def _multiply(
             # fmt: on
             added += (total,)  # type: ignore[assignment]
         totals = added
-        # Loads of the scales may still wait behind loads of other warps. Without the fence, the TMA
-        # copy that refills this slot overtook some of them on an H200, in rare cases.
-        fence_async_shared()
-        mbarrier.arrive(empty.index(slot), count=1)
+        release(empty, slot)
         slot, phase = after(slot, phase, STAGES)
     return totals, slot, phase
 

@@ -42,6 +42,7 @@ from finwhale.ops.moe.experts_hopper_parts import (
     after,
     decode,
     mma,
+    power_of_two,
     ring,
     swiglu,
     weight_descriptors,
@@ -94,12 +95,9 @@ def _round_part(values, row, TOP: gl.constexpr, LEAST: gl.constexpr):
     columns = reinterpret(scales, gl.float32, [blocks, _columns()], plain)
     values = values.to(gl.float32)
     amax = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST)
-    bits = (amax * (1.0 / TOP)).to(gl.int32, bitcast=True)
-    bits = (bits + 0x7FFFFF) & 0x7F800000
-    inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 1)
-    first_rows.slice(0, 128, 1).store((values * inverse).to(gl.float8e4nv))
-    scale = gl.expand_dims(bits.to(gl.float32, bitcast=True), 1)
-    columns.store(scale + gl.full([blocks, _columns()], 0.0, gl.float32, layout))
+    scale, inverse = power_of_two(amax, TOP)
+    first_rows.slice(0, 128, 1).store((values * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
+    columns.store(gl.expand_dims(scale, 1) + gl.full([blocks, _columns()], 0.0, gl.float32, layout))
     fence_async_shared()
 
 

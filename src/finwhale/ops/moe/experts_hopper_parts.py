@@ -7,7 +7,7 @@ experts_layout.py describes the layout of the weights.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 NIBBLES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
@@ -128,6 +128,24 @@ def after(slot, phase, STAGES: gl.constexpr):
         slot = 0
         phase ^= 1
     return slot, phase
+
+
+@gluon.jit
+def release(empty, slot):
+    """Let the ring's slot be filled again.
+
+    Loads from the slot may still wait behind loads of other warps. Without the fence, the TMA copy
+    that refills this slot overtook some of them on an H200, in rare cases.
+    """
+    fence_async_shared()
+    mbarrier.arrive(empty.index(slot), count=1)
+
+
+@gluon.jit
+def power_of_two(amax, TOP: gl.constexpr):
+    """The least power of two that is not less than amax / TOP, and its inverse."""
+    bits = ((amax * (1.0 / TOP)).to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return bits.to(gl.float32, bitcast=True), (0x7F000000 - bits).to(gl.float32, bitcast=True)
 
 
 def weight_descriptors(

@@ -58,9 +58,7 @@ def table(base: Ops, platform: Platform, *, hopper: bool = True) -> Ops:
             prepare_qkv=early(prepare_qkv),
             merge_pairs=early(merge_pairs),
             select=early(
-                select_triton.select_shared,
-                inline_asm=hopper,
-                num_multiprocessors=multiprocessors,
+                select_triton.select_shared, inline_asm=hopper, num_multiprocessors=multiprocessors
             ),
             mhc_input=of_mhc(mhc_delayed_triton.mhc_input),
             mhc_mixes=of_mhc(mhc_delayed_triton.mhc_mixes),
