@@ -16,8 +16,8 @@ import pytest
 import torch
 from tests.support.stepping import Stepper
 
+import finwhale.models.deepseek_v4.base as base_module
 import finwhale.models.deepseek_v4.layer as layer_module
-import finwhale.models.deepseek_v4.model as model_module
 from finwhale import LLM
 from finwhale.compiled.compiled_layer import CompiledLayer
 from finwhale.compiled.graph_store import GraphStore
@@ -238,7 +238,7 @@ def test_streams_created_per_draft_layer(
         streams = on_a_gpu(torch.device("cpu"))
         return DecoderLayer(replace(context, side_streams=streams), weights, layer)
 
-    monkeypatch.setattr(model_module, "SideStreams", on_a_gpu)
+    monkeypatch.setattr(base_module, "SideStreams", on_a_gpu)
     if mistake:
         monkeypatch.setattr(layer_module, "DecoderLayer", own_streams)
     assert isinstance(run.model, DeepseekV4)

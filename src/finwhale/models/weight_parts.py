@@ -8,7 +8,7 @@ pre, H post, H * H residual.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,26 @@ class HeadWeights:
     wo_a: LinearWeight
     wo_b: LinearWeight
     attn_sink: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DsparkParts:
+    """Weights that every DSpark head has; it shares embedding and LM head. Norms: float32.
+
+    Attributes:
+        main_proj: [D, F*D], for F target layers.
+        context_kv: [S*C, D]: the wkv of the S stages, which all read the same input.
+        markov_embed: [V,r], for V tokens and the Markov rank r.
+        markov_head: [X,r]: this rank's rows.
+        confidence: [1, D+r] or [1, D] float32; None: the head has no confidences.
+    """
+
+    main_proj: LinearWeight
+    main_norm: Tensor
+    context_kv: LinearWeight
+    markov_embed: Tensor
+    markov_head: LinearWeight
+    confidence: Tensor | None
 
 
 class HeadLines(NamedTuple):
@@ -193,6 +213,23 @@ class WeightTable:
             index_queries=indexer("wq_b.weight", (index_rows, Q), self.fp8) if selects else None,
         )
 
+    def _attention_parts(
+        self, attn: str, selects: bool
+    ) -> tuple[dict[str, Any], HeadWeights | None]:
+        """What every layer's attention has, and all heads if the rank holds them too."""
+        c, make, w = self.config, self.make, self._lines(attn, "attention")
+        wq_a = w("wq_a.weight", (c.q_lora_rank, c.hidden_size), self.fp8)
+        wq_a_wkv = make.projection(wq_a, self._wkv(attn))
+        lines = partial(self._head_lines, attn, selects)
+        heads, all_heads = head_weights(make, lines, c.o_lora_rank)
+        parts = {
+            "q_norm": make.tensor(w("q_norm.weight", (c.q_lora_rank,), "bf16")),
+            "kv_norm": make.tensor(w("kv_norm.weight", (c.head_dim,), "bf16")),
+            "wq_a_wkv": wq_a_wkv,
+            "heads": heads,
+        }
+        return parts, all_heads
+
     def _experts(self, ffn: str, num_experts: int, fp4: Storage) -> dict[str, ExpertWeight]:
         """The shared expert, and the routed ones."""
         make, sizes = self.make, (self.config.hidden_size, self.config.moe_intermediate_size)
@@ -210,3 +247,26 @@ class WeightTable:
             return None
         shape = 1, self.config.hidden_size + head.confidence_width
         return self.make.tensor(w("confidence_head.proj.weight", shape, "bf16"))
+
+    def _dspark_input(self, head: DsparkConfig, w: Lines) -> dict[str, Any]:
+        """What makes the context's rows. w: the lines of the first stage."""
+        make, D = self.make, self.config.hidden_size
+        shape = D, len(head.target_layer_ids) * D
+        return {
+            "main_proj": make.projection(w("main_proj.weight", shape, self.fp8)),
+            "main_norm": make.tensor(w("main_norm.weight", (D,), "bf16")),
+        }
+
+    def _context_kv(self, stages: Sequence[str]) -> LinearWeight:
+        """A stage multiplies the rows of a block by its wkv, and the rows of the context by a copy
+        that is stacked with the other stages' wkv.
+        """
+        return self.make.projection(*(self._wkv(f"{stage}attn.") for stage in stages))
+
+    def _markov(self, head: DsparkConfig, w: Lines, embed: str, rows: str) -> dict[str, Any]:
+        """The Markov head. embed, rows: the names of its weights."""
+        make, shape = self.make, (self.config.vocab_size, head.markov_rank)
+        return {
+            "markov_embed": make.tensor(w(f"{embed}.weight", shape, "bf16"), make.dtype),
+            "markov_head": logits_weight(make, w(f"{rows}.weight", shape, "bf16", TOKEN_ROWS)),
+        }

@@ -32,34 +32,19 @@ from finwhale.models.deepseek_v4.layer import DraftLayers, LayerWeights, SharedP
 from finwhale.models.protocol import Drafts
 from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
+from finwhale.models.weight_parts import DsparkParts
 from finwhale.ops import Ops
 from finwhale.ops.attention import RowForm
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight
-from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DsparkWeights:
-    """The head's own weights; it shares embedding and LM head. Norms: float32.
+class DsparkWeights(DsparkParts):
+    """The head's own weights. hc_head contains the norm before the LM head."""
 
-    Attributes:
-        main_proj: [D, F*D].
-        context_kv: [S*C, D]: the stages' wkv, which all read the same input.
-        hc_head: contains the norm before the LM head.
-        markov_w1: [V,r].
-        markov_w2: [X,r]: this rank's rows.
-        confidence: [1, D+r] or [1, D] float32; None: the head has no confidences.
-    """
-
-    main_proj: LinearWeight
-    main_norm: Tensor
-    context_kv: LinearWeight
     layers: tuple[LayerWeights, ...]
     hc_head: HcHeadWeight
-    markov_w1: Tensor
-    markov_w2: LinearWeight
-    confidence: Tensor | None
 
 
 class Features:
@@ -133,15 +118,13 @@ class BlockDrafts(ABC):
     DeepSeek-V4.1's head shares this class.
 
     Args:
-        markov: the embedding [V,r] and this rank's rows [X,r] of the Markov head.
+        weights: of which this class reads the Markov head.
     """
 
-    def __init__(
-        self, config: DeepseekConfig, ops: Ops, markov: tuple[Tensor, LinearWeight]
-    ) -> None:
+    def __init__(self, config: DeepseekConfig, ops: Ops, weights: DsparkParts) -> None:
         assert config.dspark is not None
         self.sizes, self.ops = config.dspark, ops
-        self._markov_embed, self._markov_head = markov
+        self._markov_embed, self._markov_head = weights.markov_embed, weights.markov_head
         self._shape = BlockShape(
             num_tokens=self.sizes.num_rows,
             noise_id=self.sizes.noise_token_id,
@@ -218,14 +201,13 @@ class DsparkHead(DraftLayers, BlockDrafts):
     def __init__(self, context: LayerContext, weights: DsparkWeights, shared: SharedParts) -> None:
         config = context.config
         DraftLayers.__init__(self, context, weights.layers, weights.hc_head, shared)
-        markov = weights.markov_w1, weights.markov_w2
-        BlockDrafts.__init__(self, config, context.ops, markov)
+        BlockDrafts.__init__(self, config, context.ops, weights)
         self.weights, self.num_streams = weights, config.hc_mult
         self._confidence: ConfidenceWeight | None = None
         if weights.confidence is not None:
             with_markov = self.sizes.confidence_head_with_markov
             self._confidence = ConfidenceWeight(
-                weights.hc_head, weights.confidence, weights.markov_w1 if with_markov else None
+                weights.hc_head, weights.confidence, weights.markov_embed if with_markov else None
             )
 
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:

@@ -30,13 +30,7 @@ from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.mtp import MtpWeights
 from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.sharding import rank_config
-from finwhale.models.weight_parts import (
-    TOKEN_ROWS,
-    WeightTable,
-    head_weights,
-    logits_weight,
-    mhc_weight,
-)
+from finwhale.models.weight_parts import TOKEN_ROWS, WeightTable, logits_weight, mhc_weight
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.mhc import HcHeadWeight
 from finwhale.weights.allocation import WeightForm
@@ -120,19 +114,9 @@ class _Table(WeightTable):
         )
 
     def _attention(self, attn: str, ratio: int) -> AttentionWeights:
-        c, make, w = self.config, self.make, self._lines(attn, "attention")
-        D, C, Q = c.hidden_size, c.head_dim, c.q_lora_rank
-        wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
-        lines = partial(self._head_lines, attn, ratio == 4)
-        heads, all_heads = head_weights(make, lines, c.o_lora_rank)
-        return AttentionWeights(
-            q_norm=make.tensor(w("q_norm.weight", (Q,), "bf16")),
-            kv_norm=make.tensor(w("kv_norm.weight", (C,), "bf16")),
-            wq_a_wkv=wq_a_wkv,
-            heads=heads,
-            all_heads=all_heads,
-            compressor=self._compressor(attn, ratio) if ratio else None,
-        )
+        parts, all_heads = self._attention_parts(attn, ratio == 4)
+        compressor = self._compressor(attn, ratio) if ratio else None
+        return AttentionWeights(**parts, all_heads=all_heads, compressor=compressor)
 
     def _compressor(self, attn: str, ratio: int) -> C4Weights | C128Weights:
         C, K, make = self.config.head_dim, self.config.index_head_dim, self.make
@@ -200,29 +184,17 @@ class _Table(WeightTable):
         )
 
     def _dspark(self, head: DsparkConfig) -> DsparkWeights:
-        D, V, make = self.config.hidden_size, self.config.vocab_size, self.make
-        part = "norms, mHC and projections"
-        stages = [f"mtp.{i}." for i in range(NUM_STAGES)]
+        part, stages = "norms, mHC and projections", [f"mtp.{i}." for i in range(NUM_STAGES)]
         first, last = self._lines(stages[0], part), self._lines(stages[-1], part)
         markov = self._lines(f"{stages[-1]}markov_head.", "Markov head")
-        of_stage = _Table(self.config.of_stage(), make)
+        of_stage = _Table(self.config.of_stage(), self.make)
         return DsparkWeights(
             confidence=self._confidence(head, last),
-            main_proj=make.projection(
-                first("main_proj.weight", (D, len(head.target_layer_ids) * D), self.fp8)
-            ),
-            main_norm=make.tensor(first("main_norm.weight", (D,), "bf16")),
+            **self._dspark_input(head, first),
             layers=tuple(of_stage._layer(stage, part, 0, False) for stage in stages),
-            # A stage multiplies the rows of a block by its wkv, and the rows of the context by a
-            # copy that is stacked with the other stages' wkv.
-            context_kv=make.projection(*(self._wkv(f"{stage}attn.") for stage in stages)),
+            context_kv=self._context_kv(stages),
             hc_head=self._hc_head(last),
-            markov_w1=make.tensor(
-                markov("markov_w1.weight", (V, head.markov_rank), "bf16"), make.dtype
-            ),
-            markov_w2=logits_weight(
-                make, markov("markov_w2.weight", (V, head.markov_rank), "bf16", TOKEN_ROWS)
-            ),
+            **self._markov(head, markov, "markov_w1", "markov_w2"),
         )
 
 

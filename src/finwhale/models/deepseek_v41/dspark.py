@@ -44,7 +44,7 @@ class DsparkHead(BlockDrafts):
         serve_layers: Callable[[Sequence[DecoderLayer], int], None],
         logits: Callable[[Tensor], Tensor],
     ) -> None:
-        super().__init__(config, ops, (weights.markov_embed, weights.markov_head))
+        super().__init__(config, ops, weights)
         self.config, self.weights, self.layers = config, weights, layers
         self.run_layers, self.serve_layers, self.logits = run_layers, serve_layers, logits
 

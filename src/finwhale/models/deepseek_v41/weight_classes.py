@@ -1,8 +1,7 @@
 """The weights of DeepSeek-V4.1, as its layers read them.
 
 Legend: D hidden_size, V vocab_size, X tokens whose logits a rank computes, C head_dim,
-Q q_lora_rank, I index_n_heads, J index_head_dim, E n_routed_experts, H hc_mult, F target layers and
-S stages of DSpark, r its Markov rank.
+Q q_lora_rank, I index_n_heads, J index_head_dim, E n_routed_experts, H hc_mult.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from finwhale.models.deepseek_v4 import moe
-from finwhale.models.weight_parts import HeadWeights
+from finwhale.models.weight_parts import DsparkParts, HeadWeights
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import MhcWeight
 from finwhale.weights.table import LookupTable
@@ -86,26 +85,11 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DsparkWeights:
-    """The head's own weights; it shares embedding and LM head. Norms: float32.
+class DsparkWeights(DsparkParts):
+    """The head's own weights. norm: [D] float32, before the LM head."""
 
-    Attributes:
-        main_proj: [D, F*D].
-        context_kv: [S*C, D]: the stages' wkv, which all read the same input.
-        norm: [D], before the LM head.
-        markov_embed: [V,r].
-        markov_head: [X,r]: this rank's rows.
-        confidence: [1, D+r] or [1, D] float32; None: the head has no confidences.
-    """
-
-    main_proj: LinearWeight
-    main_norm: Tensor
-    context_kv: LinearWeight
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    markov_embed: Tensor
-    markov_head: LinearWeight
-    confidence: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ E n_routed_experts, H hc_mult.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -30,13 +30,7 @@ from finwhale.models.deepseek_v41.weight_classes import (
 )
 from finwhale.models.dspark_config import DsparkConfig
 from finwhale.models.sharding import rank_config
-from finwhale.models.weight_parts import (
-    TOKEN_ROWS,
-    WeightTable,
-    head_weights,
-    logits_weight,
-    mhc_weight,
-)
+from finwhale.models.weight_parts import TOKEN_ROWS, WeightTable, logits_weight, mhc_weight
 from finwhale.ops.linear import LinearWeight
 from finwhale.weights.allocation import WeightForm
 from finwhale.weights.assembler import Assembler
@@ -132,17 +126,11 @@ class _Table(WeightTable):
         )
 
     def _attention(self, attn: str, layer: int) -> AttentionWeights:
-        c, make, w = self.config, self.make, self._lines(attn, "attention")
-        D, C, Q = c.hidden_size, c.head_dim, c.q_lora_rank
-        wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
+        c = self.config
         selects = layer in c.index_source_layer_ids
-        lines = partial(self._head_lines, attn, selects)
-        heads, _ = head_weights(make, lines, c.o_lora_rank)
+        parts, _ = self._attention_parts(attn, selects)
         return AttentionWeights(
-            q_norm=make.tensor(w("q_norm.weight", (Q,), "bf16")),
-            kv_norm=make.tensor(w("kv_norm.weight", (C,), "bf16")),
-            wq_a_wkv=wq_a_wkv,
-            heads=heads,
+            **parts,
             index_proj=self._index_proj(attn, layer) if selects else None,
             compressor=self._compressor(attn) if layer in c.kv_source_layer_ids else None,
         )
@@ -181,25 +169,16 @@ class _Table(WeightTable):
         )
 
     def _dspark(self, head: DsparkConfig) -> DsparkWeights:
-        c, make = self.config, self.make
-        D, V, part = c.hidden_size, c.vocab_size, "norms and projections"
-        stages = range(c.num_hidden_layers, c.num_hidden_layers + c.num_draft_layers)
-        first, last = (self._lines(self._name(stages[i]), part) for i in (0, -1))
-        markov = self._lines(f"{last.prefix}markov_head.", "Markov head")
-        markov_shape = V, head.markov_rank
+        c, part = self.config, "norms and projections"
+        numbers = range(c.num_hidden_layers, c.num_hidden_layers + c.num_draft_layers)
+        stages = [self._name(number) for number in numbers]
+        first, last = self._lines(stages[0], part), self._lines(stages[-1], part)
+        markov = self._lines(f"{stages[-1]}markov_head.", "Markov head")
         return DsparkWeights(
             confidence=self._confidence(head, last),
-            main_proj=make.projection(
-                first("main_proj.weight", (D, len(head.target_layer_ids) * D), self.fp8)
-            ),
-            main_norm=make.tensor(first("main_norm.weight", (D,), "bf16")),
-            layers=tuple(map(self._layer, stages)),
-            # A stage multiplies the rows of a block by its wkv, and the rows of the context by a
-            # copy that is stacked with the other stages' wkv.
-            context_kv=make.projection(*(self._wkv(f"{self._name(i)}attn.") for i in stages)),
-            norm=make.tensor(last("norm.weight", (D,), "bf16")),
-            markov_embed=make.tensor(markov("embed.weight", markov_shape, "bf16"), make.dtype),
-            markov_head=logits_weight(
-                make, markov("head.weight", markov_shape, "bf16", TOKEN_ROWS)
-            ),
+            **self._dspark_input(head, first),
+            layers=tuple(map(self._layer, numbers)),
+            context_kv=self._context_kv(stages),
+            norm=self.make.tensor(last("norm.weight", (c.hidden_size,), "bf16")),
+            **self._markov(head, markov, "embed", "head"),
         )
