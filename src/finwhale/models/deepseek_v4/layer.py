@@ -1,6 +1,6 @@
 """One decoder layer. Legend: N tokens, R rows of this rank, H residual streams, D hidden."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -145,14 +145,14 @@ class DraftLayers:
 
     def serve_layers(self, lane_rows: int) -> None:
         """Take part in a forward in which this data-parallel rank has no tokens."""
-        serve_others(self.layers, self.embed[:0], lane_rows)
+        serve_others((layer.ffn for layer in self.layers), self.embed[:0], lane_rows)
 
 
-def serve_others(layers: Sequence[DecoderLayer], x_0D: Tensor, lane_rows: int) -> None:
+def serve_others(ffns: Iterable[Moe], x_0D: Tensor, lane_rows: int) -> None:
     """Run a data-parallel rank's part of the layers' experts, without tokens of its own."""
-    for layer in layers:
-        assert isinstance(layer.ffn, SharedMoe)
-        layer.ffn.serve_others(x_0D, lane_rows)
+    for ffn in ffns:
+        assert isinstance(ffn, SharedMoe)
+        ffn.serve_others(x_0D, lane_rows)
 
 
 def post_step(ops: Ops, x: BlockOutput, post: Tensor, res: Tensor, residual: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class DeepseekV4(DeepseekModel):
         return logits, streams
 
     def serve_others(self, lane_rows: int) -> None:
-        serve_others(self.layers, self.weights.embed[:0], lane_rows)
+        serve_others((layer.ffn for layer in self.layers), self.weights.embed[:0], lane_rows)
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         streams = self._embedded(inputs)

@@ -121,7 +121,16 @@ class Attention:
         all_heads, entries = math.prod(out_NAC.shape[1:]), None
         window = cache.rows("window", self.layer, inputs.tables)
         if projected is not None:
-            self._select(q_NX[:, all_heads:], projected, inputs, rotary, cache, published)
+            assert self.source is not None
+            published.selection = self.shared.select(
+                q_NX[:, all_heads:].unflatten(1, (config.index_n_heads, config.index_head_dim)),
+                projected[:, -config.index_n_heads :],
+                cache.rows(f"c{self.ratio}_keys", self.source, inputs.tables),
+                *(rotary, inputs.tokens, self.rule),
+                published.blocks if self.within_blocks else None,
+            )
+            if self.rule.keeps:
+                published.blocks = published.selection.blocks
         if self.source is not None:
             assert published.selection is not None
             rows = cache.rows(f"c{self.ratio}", self.source, inputs.tables)
@@ -180,24 +189,3 @@ class Attention:
         keys = ops.rms_norm(ops.linear(latents, w.wk), w.k_norm, eps)
         self._store(latents, rows(f"c{ratio}"), rotary, writing, ratio, "fp4")
         self._store(keys, rows(f"c{ratio}_keys"), rotary, writing, ratio, "key")
-
-    def _select(
-        self,
-        index_q: Tensor,
-        projected: Tensor,
-        inputs: StepInputs,
-        rotary: Tensor,
-        cache: PagedCache,
-        published: Published,
-    ) -> None:
-        config, source = self.config, self.source
-        assert source is not None
-        published.selection = self.shared.select(
-            index_q.unflatten(1, (config.index_n_heads, config.index_head_dim)),
-            projected[:, -config.index_n_heads :],
-            cache.rows(f"c{self.ratio}_keys", source, inputs.tables),
-            *(rotary, inputs.tokens, self.rule),
-            published.blocks if self.within_blocks else None,
-        )
-        if self.rule.keeps:
-            published.blocks = published.selection.blocks

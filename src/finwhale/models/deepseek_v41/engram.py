@@ -27,7 +27,7 @@ class Engram:
         weights: EngramWeights,
         hashes: HashTensors,
     ) -> None:
-        self.config, self.ops, self.shared = config, ops, shared
+        self.config, self.ops, self.shared, self.weights = config, ops, shared, weights
         device = weights.q_weight.device
         # The values of scaled rows are E4M3 with power-of-two scales already.
         self.wkv = weights.wkv
@@ -35,7 +35,6 @@ class Engram:
             self.wkv = replace(weights.wkv, input_group=0)
         hashes = within(hashes, len(weights.embed.rows))
         tensors = hashes.multipliers, hashes.sizes, hashes.starts
-        self.weights = weights
         self.hashes = HashTensors(*(tensor.to(device) for tensor in tensors))
 
     def look_up(self, recalled_NS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.base import DeepseekModel
 from finwhale.models.deepseek_v4.kernel_sizes import library_gemm_rows
-from finwhale.models.deepseek_v4.moe import SharedMoe
+from finwhale.models.deepseek_v4.layer import serve_others
 from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
@@ -119,46 +119,32 @@ class DeepseekV41(DeepseekModel):
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        parts = step_parts(inputs, self.config)
-        hidden = self._hidden(layers, parts, cache, segments)
+        """`__call__` with some layers. It also writes the draft head's context."""
+        parts, head, targets = step_parts(inputs, self.config), self.draft_head, dict[int, Tensor]()
+        wanted = () if head is None else head.sizes.target_layer_ids
+
+        def on_input(layer: int, streams_NHD: Tensor) -> None:
+            if layer in wanted:
+                targets[layer] = streams_NHD.mean(1)
+
+        hidden = whole = self._run(layers, parts, cache, segments, on_input)
         if len(hidden) < len(inputs.token_ids):
             assert parts.tail is not None
+            rows, parts = parts.tail.rows, parts.tail.parts
             whole = hidden.new_zeros(len(inputs.token_ids), hidden.shape[1])
-            hidden = whole.index_copy_(0, parts.tail.rows, hidden)
-        return hidden[:, None]
+            whole.index_copy_(0, rows, hidden)
+            # The taps before the tail have all tokens.
+            targets |= {i: t[rows] for i, t in targets.items() if len(t) > len(hidden)}
+        if head is not None and len(hidden):
+            features = torch.cat([targets[layer] for layer in wanted], 1)
+            head.write_context(features, parts.inputs, self.tables.plain, cache)
+        return whole[:, None]
 
     def forward_with_logits(
         self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
         streams = self(inputs, cache, segments)
         return self.compute_logits(streams), streams
-
-    def _hidden(
-        self,
-        layers: Sequence[DecoderLayer],
-        parts: StepParts,
-        cache: PagedCache,
-        segments: Segments,
-    ) -> Tensor:
-        head, targets = self.draft_head, dict[int, Tensor]()
-        if head is None:
-            return self._run(layers, parts, cache, segments)
-
-        def on_input(layer: int, streams_NHD: Tensor) -> None:
-            if layer in head.sizes.target_layer_ids:
-                targets[layer] = streams_NHD.mean(1)
-
-        hidden = self._run(layers, parts, cache, segments, on_input)
-        if not len(hidden):
-            return hidden
-        if len(hidden) < len(parts.inputs.token_ids):
-            assert parts.tail is not None
-            rows, parts = parts.tail.rows, parts.tail.parts
-            # The taps before the tail have all tokens.
-            targets |= {i: t[rows] for i, t in targets.items() if len(t) > len(hidden)}
-        features = torch.cat([targets[layer] for layer in head.sizes.target_layer_ids], 1)
-        head.write_context(features, parts.inputs, self.tables.plain, cache)
-        return hidden
 
     def run_layers(
         self,
@@ -233,9 +219,7 @@ class DeepseekV41(DeepseekModel):
 
     def serve_layers(self, layers: Sequence[DecoderLayer], lane_rows: int) -> None:
         """Take part in layers in which this data-parallel rank has no tokens."""
-        for layer in layers:
-            assert isinstance(layer.ffn, SharedMoe)
-            layer.ffn.serve_others(self.weights.embed[:0], lane_rows)
+        serve_others((layer.ffn for layer in layers), self.weights.embed[:0], lane_rows)
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         raise FinwhaleError("DeepSeek-V4.1 does not return routed experts")

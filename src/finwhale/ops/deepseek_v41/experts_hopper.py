@@ -47,7 +47,7 @@ from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.deepseek_v41 import experts_row_triton
 from finwhale.ops.deepseek_v41.expand_triton import round_columns
 from finwhale.ops.deepseek_v41.experts_row_triton import decoder
-from finwhale.ops.deepseek_v41.gemm_triton import DEFAULT, GROUP, GemmOptions
+from finwhale.ops.deepseek_v41.gemm_triton import DEFAULT, GROUP, ROUND_BLOCK, GemmOptions
 from finwhale.ops.launch import early_launch
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.gluon_functions import reinterpret
@@ -68,7 +68,6 @@ from finwhale.ops.rounding import MIN_AMAX
 TILE = 64  # rows
 AT_ONCE = 2**25  # values that `finish_experts` converts
 MAX_EXPONENT = 128  # E8M0: the scale 2
-ROUND_BLOCK = 1024  # columns that a program rounds
 
 
 # --- Weights --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ uint8 [num_pages, page_bytes] is row r % P of page r // P. Pages begin at multip
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,16 +43,9 @@ class ScaledRow:
         return rows_per_page * (self.value_bytes + self.width // self.group)
 
 
-def window_row(width: int) -> ScaledRow:
-    return ScaledRow(width, 8, 32)
-
-
-def entry(width: int) -> ScaledRow:
-    return ScaledRow(width, 4, 16)
-
-
-def index_key(width: int) -> ScaledRow:
-    return ScaledRow(width, 4, 32)
+window_row = partial(ScaledRow, value_bits=8, group=32)
+entry = partial(ScaledRow, value_bits=4, group=16)
+index_key = partial(ScaledRow, value_bits=4, group=32)
 
 
 def check_pool(rows: CacheRows, *records: ScaledRow) -> ScaledRow:
