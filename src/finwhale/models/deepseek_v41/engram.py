@@ -4,8 +4,6 @@ Legend: N tokens, S the most tokens of an n-gram, X values of all its rows, H re
 hidden.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -29,10 +27,6 @@ class Engram:
     ) -> None:
         self.config, self.ops, self.shared, self.weights = config, ops, shared, weights
         device = weights.q_weight.device
-        # The values of scaled rows are E4M3 with power-of-two scales already.
-        self.wkv = weights.wkv
-        if weights.embed.scale is not None:
-            self.wkv = replace(weights.wkv, input_group=0)
         hashes = within(hashes, len(weights.embed.rows))
         tensors = hashes.multipliers, hashes.sizes, hashes.starts
         self.hashes = HashTensors(*(tensor.to(device) for tensor in tensors))
@@ -45,7 +39,7 @@ class Engram:
     def __call__(self, streams_NHD: Tensor, rows_NX: Tensor) -> Tensor:
         """rows_NX: those of `look_up`."""
         w, dim = self.weights, streams_NHD.shape[2]
-        kv = self.ops.linear(rows_NX, self.wkv)
+        kv = self.ops.linear(rows_NX, w.wkv)
         key_NHD = kv[:, :-dim].unflatten(1, (-1, dim))
         return self.shared.engram_gate(
             streams_NHD, key_NHD, kv[:, -dim:], w.q_weight, w.k_weight, self.config.rms_norm_eps
