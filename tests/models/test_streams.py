@@ -49,3 +49,17 @@ def test_work_waits_for_the_current_stream_and_for_another_side_stream(
     assert first.log == [main, "features"]
     assert third.log == [main, first, "context"]
     assert main.log == [third] and second.log == []
+
+    # A join waits for what has started since the last one.
+    for stream in (main, first, third):
+        stream.log.clear()
+    side.join(2)
+    side.join(0)  # the third stream has waited for the first one
+    side.join_all()
+    assert main.log == []
+    side.start(0, lambda: work("mixes"))
+    side.start(2, lambda: work("rows"))
+    side.join(1)
+    assert main.log == []
+    side.join_all()
+    assert main.log == [first, third]
