@@ -15,8 +15,8 @@ from finwhale.models.config_checks import (
 from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.rope_config import YarnScaling
 
-# The name of the draft head's layers, and of their entries of compress_ratios.
-STAGES = "DSpark stages", "the DSpark stages' entries of compress_ratios (the last three)"
+# How errors name DSpark's layers, and their entries of compress_ratios.
+DSPARK_LAYERS = "DSpark stages", "the DSpark stages' entries of compress_ratios (the last three)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

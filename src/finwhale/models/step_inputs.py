@@ -75,7 +75,7 @@ class Segments(Protocol):
     """Divides a forward into captured graphs and functions that run eagerly between them.
 
     Attributes:
-        breaks: `eager` ends a graph, in which no side stream may have work then.
+        breaks: whether `eager` ends a captured graph. If so, join all side streams before it.
     """
 
     breaks: bool

@@ -263,10 +263,12 @@ class WeightTable:
         """
         return self.make.projection(*(self._wkv(f"{stage}attn.") for stage in stages))
 
-    def _markov(self, head: DsparkConfig, w: Lines, embed: str, rows: str) -> dict[str, Any]:
-        """The Markov head. embed, rows: the names of its weights."""
+    def _markov(
+        self, head: DsparkConfig, w: Lines, embed_name: str, head_name: str
+    ) -> dict[str, Any]:
+        """The Markov head, whose weights have these names."""
         make, shape = self.make, (self.config.vocab_size, head.markov_rank)
         return {
-            "markov_embed": make.tensor(w(f"{embed}.weight", shape, "bf16"), make.dtype),
-            "markov_head": logits_weight(make, w(f"{rows}.weight", shape, "bf16", TOKEN_ROWS)),
+            "markov_embed": make.tensor(w(f"{embed_name}.weight", shape, "bf16"), make.dtype),
+            "markov_head": logits_weight(make, w(f"{head_name}.weight", shape, "bf16", TOKEN_ROWS)),
         }

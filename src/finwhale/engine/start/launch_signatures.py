@@ -39,10 +39,10 @@ class _BoundVariants:
         bounds: (length of the longest sequence, most tokens of one sequence in the step).
     """
 
+    breaks = False
+
     def __init__(self, bounds: Sequence[tuple[int, int]]) -> None:
         self._bounds = bounds
-
-    breaks = False
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         for bounds in self._bounds:

@@ -10,7 +10,7 @@ from finwhale.models.config_checks import (
     require,
     shown,
 )
-from finwhale.models.deepseek_config import STAGES, DeepseekConfig
+from finwhale.models.deepseek_config import DSPARK_LAYERS, DeepseekConfig
 from finwhale.models.dspark_config import NUM_STAGES
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -71,7 +71,7 @@ class DeepseekV4Config(DeepseekConfig):
         fits = (self.draft_head == "dspark") == (self.dspark is not None)
         require(fits, f"draft_head {self.draft_head!r} does not fit its sizes")
         mtp = "MTP layers", "the MTP layer's entry of compress_ratios (the last)"
-        self._check_ratios(RATIOS, *(STAGES if self.dspark else mtp))
+        self._check_ratios(RATIOS, *(DSPARK_LAYERS if self.dspark else mtp))
         require(
             isinstance(self.num_hash_layers, int) and 0 <= self.num_hash_layers <= layers,
             f"num_hash_layers must be between 0 and {layers} (num_hidden_layers), got "

@@ -15,10 +15,10 @@ PRIORITIES = (0, 0, -1)
 class SideStreams:
     """Three side CUDA streams. Without a GPU, or unless `wanted`, all work runs in order.
 
-    The first runs compressors and the draft head's features (attention.py, model.py), the second
-    the shared expert (moe.py). The third has a high priority: it writes the draft head's context,
-    which would otherwise wait until all programs of the LM head have started. CUDA graphs can
-    capture all of them.
+    DeepSeek-V4 runs compressors and the draft head's features on the first, DeepSeek-V4.1 a block's
+    mixes. Both run the shared expert on the second (moe.py). The third has a high priority: V4
+    writes the draft head's context there, which would otherwise wait until all programs of the LM
+    head have started, and V4.1 reads Engram's rows. CUDA graphs can capture all of them.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True) -> None:
@@ -31,7 +31,7 @@ class SideStreams:
         """Run `work` on a side stream; use its result only after `join(index)`.
 
         It runs after all work that is already on the current CUDA stream, and on the side stream
-        `after`.
+        `after`, for which `join(index)` waits, too.
         """
         if not self.streams:
             return work()

@@ -9,7 +9,7 @@ from finwhale.models.config_checks import (
     require,
     shown,
 )
-from finwhale.models.deepseek_config import STAGES, DeepseekConfig
+from finwhale.models.deepseek_config import DSPARK_LAYERS, DeepseekConfig
 from finwhale.models.deepseek_v41.engram_config import EngramConfig
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
@@ -57,7 +57,7 @@ class DeepseekV41Config(DeepseekConfig):
             check_positive(name, getattr(self, name), int)
         for name in POSITIVE_FLOATS:
             check_positive(name, getattr(self, name), int, float)
-        self._check_ratios(RATIOS, *STAGES)
+        self._check_ratios(RATIOS, *DSPARK_LAYERS)
         self._check_sources()
         for part in (self.engram, self.dspark):
             if part is not None:

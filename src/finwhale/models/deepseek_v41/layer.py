@@ -103,8 +103,8 @@ class DecoderLayer:
     def _input(self, state: LayerState, w: MhcWeight) -> tuple[Tensor, Tensor, Mixes]:
         """A block's input and residual streams, and its mixes (pre, post, res).
 
-        Use the mixes after a join of MIXES_STREAM: of few tokens, they are computed there, beside
-        the block.
+        Use the mixes after a join of MIXES_STREAM: if `mhc_input` returns no parts (few tokens),
+        they are computed there, beside the block.
         """
         self.side_streams.join(MIXES_STREAM)
         x, streams_NHD, parts = self.shared.mhc_input(*state, w, self.params)

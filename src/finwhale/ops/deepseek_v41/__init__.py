@@ -152,7 +152,7 @@ class MhcInput(Protocol):
         params: MhcParams,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the input [N,D] in the residual's dtype; the new residual streams [N,H,D]; and
-        parts of their products with w.fn for `MhcMixes`, if they cost less here than there.
+        parts of their GEMM with w.fn. None: `MhcMixes` computes it.
 
         The block's output may be the terms of a sum, if the table has FusedReduceMhc.
         """

@@ -151,16 +151,44 @@ def store_rows(
     tokens: Tokens,
     ratio: int,
     rounding: RowRounding,
-    query: tuple[Any, ...] | None = None,
     *,
     early_launch: bool = False,
 ) -> None:
-    """Supports only packed pools, which are always rounded.
+    """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
+    how = launch_options(early_launch)
+    _launch(values_NC, rows, rotary_LR, tokens, ratio, rounding, None, how)
 
-    Args:
-        query: the kernel's arguments for `prepare_qkv`; None: the values are normalised.
-        early_launch: see `launch_options`.
-    """
+
+def prepare_qkv(
+    latents: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    rows: CacheRows,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    rounding: RowRounding,
+    *,
+    early_launch: bool = False,
+) -> Tensor:
+    """Supports what `store_rows` does."""
+    (q_NQ, kv_NC), out_NQ = latents, latents[0].new_empty(latents[0].shape)
+    query = (q_NQ, out_NQ, *norms, q_NQ.stride(0), q_NQ.shape[1], eps)
+    how = launch_options(early_launch)
+    _launch(kv_NC, rows, rotary_LR, tokens, 1, rounding, query, how)
+    return out_NQ
+
+
+def _launch(
+    values_NC: Tensor,
+    rows: CacheRows,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    ratio: int,
+    rounding: RowRounding,
+    query: tuple[Any, ...] | None,
+    how: dict[str, Any],
+) -> None:
+    """query: the kernel's arguments for `prepare_qkv`; None: the values are normalised."""
     if rounding == "none":
         raise ValueError("a packed pool's rows are rounded; rounding 'none' needs a dense pool")
     forms = {"e4m3": (WINDOW, window_row), "fp4": (ENTRY, entry), "key": (KEY, index_key)}
@@ -181,23 +209,5 @@ def store_rows(
         FORM=form.value,
         BLOCK_Q=0 if query is None else triton.next_power_of_2(query[0].shape[1]),
         num_warps=max(1, min(4, width // VALUES_PER_WARP)),
-        **launch_options(early_launch),
+        **how,
     )
-
-
-def prepare_qkv(
-    latents: tuple[Tensor, Tensor],
-    norms: tuple[Tensor, Tensor],
-    eps: float,
-    rows: CacheRows,
-    rotary_LR: Tensor,
-    tokens: Tokens,
-    rounding: RowRounding,
-    *,
-    early_launch: bool = False,
-) -> Tensor:
-    """Supports what `store_rows` does."""
-    (q_NQ, kv_NC), out_NQ = latents, latents[0].new_empty(latents[0].shape)
-    query = (q_NQ, out_NQ, *norms, q_NQ.stride(0), q_NQ.shape[1], eps)
-    store_rows(kv_NC, rows, rotary_LR, tokens, 1, rounding, query, early_launch=early_launch)
-    return out_NQ

@@ -127,7 +127,7 @@ class LinearProblem:
 
     @classmethod
     def of(cls, x_NGK: Tensor, w: LinearWeight, options: LinearOptions) -> Self:
-        """One with `w`, of [M, K] or [G, M, K]."""
+        """The problem of a linear layer with a weight [M, K] or [G, M, K]."""
         weight, scale, dtype = w.weight, w.scale, w.out_dtype
         if weight.dim() == 2:
             weight, scale = weight[None], None if scale is None else scale[None]
