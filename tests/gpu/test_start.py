@@ -49,18 +49,18 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return start_engine(config, model, Weights(model), None)
 
 
-def test_nothing_is_compiled_after_ready(engine: Engine) -> None:
-    """Over prompts of every length, alone and together, every sampling option, found prefixes."""
+def serve_every_length(engine: Engine, others: int) -> None:
+    """Serve prompts of 1 to 39 tokens, of `others` longer lengths and of the longest, alone and
+    together, with every sampling option. Some prompts begin as others did.
+    """
     draw = random.Random(0)
-    assert engine.executor.description.kernels > 100
     vocab, longest = engine.model_config.vocab_size, engine.max_model_len - 40
-    lengths = [*range(1, 40), *(int(longest ** draw.random()) for _ in range(150)), longest]
+    lengths = [*range(1, 40), *(int(longest ** draw.random()) for _ in range(others)), longest]
     count = 0
     for length in lengths:
         for _ in range(draw.choice((1, 1, 1, 2, 9, 30))):
             count += 1
             size = length if draw.random() < 0.5 else min(longest, draw.randint(1, 300))
-            # Some begin as others did.
             prompt = [(7 * i + draw.choice((0, 0, 3))) % vocab for i in range(size)]
             params = SamplingParams(
                 max_tokens=draw.randint(1, 12), ignore_eos=True, **draw.choice(OPTIONS)
@@ -70,6 +70,11 @@ def test_nothing_is_compiled_after_ready(engine: Engine) -> None:
                 engine.step()
         while engine.has_work:
             engine.step()
+
+
+def test_nothing_is_compiled_after_ready(engine: Engine) -> None:
+    assert engine.executor.description.kernels > 100
+    serve_every_length(engine, 150)
     late = engine.metrics().late_compilations
     assert set(late) >= {"triton", "inductor"}
     assert not any(late.values()), late

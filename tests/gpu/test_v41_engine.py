@@ -4,7 +4,6 @@ The embedded model has every kind of layer, and small sizes. `wide` has Flash's 
 """
 
 import gc
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,7 +32,7 @@ from finwhale.models.weight_sources import Weights
 from ..engine.dspark_steps import RunTwice, generate, same_pages  # noqa: TID252
 from ..engine.test_verification import Oracle  # noqa: TID252
 from .test_dspark import verifications
-from .test_start import OPTIONS
+from .test_start import serve_every_length
 
 SMALL: dict[str, Any] = {
     "device": "cuda",
@@ -113,7 +112,6 @@ STARTS: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("start", STARTS)
 def test_nothing_is_compiled_after_ready(start: str) -> None:
-    """Over prompts of every length, alone and together, every sampling option, found prefixes."""
     options = {"exact_prefill": True, "cache_memory_bytes": 2**31} | STARTS[start]
     config = EngineConfig(
         device="cuda",
@@ -127,20 +125,7 @@ def test_nothing_is_compiled_after_ready(start: str) -> None:
     model = wide() if config.draft_tokens else wide().without_draft_head()
     engine = start_engine(config, model, Weights(model), None)
     assert engine.executor.description.kernels > 100
-    draw, longest, count = random.Random(0), engine.max_model_len - 40, 0
-    for length in [*range(1, 40), *(int(longest ** draw.random()) for _ in range(60)), longest]:
-        for _ in range(draw.choice((1, 1, 1, 2, 9, 30))):
-            count += 1
-            size = length if draw.random() < 0.5 else min(longest, draw.randint(1, 300))
-            prompt = [(7 * i + draw.choice((0, 0, 3))) % 4096 for i in range(size)]
-            params = SamplingParams(
-                max_tokens=draw.randint(1, 12), ignore_eos=True, **draw.choice(OPTIONS)
-            )
-            engine.add_request(f"{count}", prompt, params)
-            for _ in range(draw.randint(0, 2)):
-                engine.step()
-        while engine.has_work:
-            engine.step()
+    serve_every_length(engine, 60)
     late = engine.metrics().late_compilations
     assert not any(late.values()), late
 
@@ -157,7 +142,7 @@ class RunDecodesTwice:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
         cache, graphs = self.runner.cache, self.graphs
-        # Page 0 belongs to nobody.
+        # No sequence uses page 0.
         before = {name: pages[1:].clone() for name, pages in cache.pages.items()}
         logits = self._run(plan).clone()
         after = {name: pages[1:].clone() for name, pages in cache.pages.items()}
