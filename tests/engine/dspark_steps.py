@@ -134,7 +134,7 @@ class RunTwice:
         steps.draft = self.draft  # type: ignore[method-assign]
 
     def pages(self) -> dict[str, Tensor]:
-        # Page 0 belongs to nobody.
+        # No sequence uses page 0.
         return {name: pages[1:].clone() for name, pages in self.cache.pages.items()}
 
     def restore(self, pages: Mapping[str, Tensor]) -> None:

@@ -129,7 +129,7 @@ class Runner:
 def step_inputs(
     chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]] = ()
 ) -> StepInputs:
-    """Make a step that computes a chunk of each sequence; it has no token ids and no pages yet."""
+    """A step that computes one chunk for each sequence, still without token ids and pages."""
     tokens, prompts = step_tokens(tuple(chunks)), None
     if bounds:
         cached, tail_end = torch.tensor(bounds).T

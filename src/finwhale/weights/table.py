@@ -14,8 +14,8 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 
 Convert = Callable[[Tensor], Tensor]
-# The most rows of a lookup table of random weights. A GPU's tables are pinned, with all their
-# pages: so many of DeepSeek-V4.1's rows take 4.4 GB.
+# The most rows of a lookup table of random weights. All pages of a GPU's tables are pinned, and
+# 2^24 rows of DeepSeek-V4.1 take 4.4 GB.
 DUMMY_ROWS = 2**24
 
 

@@ -181,7 +181,7 @@ class BlockDrafts(ABC):
 
     @abstractmethod
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
-        """What the stages make of each sequence's block [B,G,..]."""
+        """Run the stages on one block for each sequence; returns their result [B,G,..]."""
 
     @abstractmethod
     def block_logits(self, rows: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class DsparkHead(DraftLayers, BlockDrafts):
             )
 
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
-        """The residual streams [B,G,H,D] of each sequence's block."""
+        """Run the stages on one block for each sequence; returns residual streams [B,G,H,D]."""
         inputs = self.block_inputs(start)
         embedded = self.embed.index_select(0, self.ranks.own_rows(inputs.token_ids))
         streams = embedded[:, None].expand(-1, self.num_streams, -1)

@@ -54,7 +54,7 @@ def _simplified(text: str) -> str:
 
 
 def engram_hashes(config: EngramConfig) -> dict[int, HashTensors]:
-    """Map the number of each layer with a table to the layer's hashes, which are on the CPU.
+    """The hashes of every layer that has a table, by the layer's number; on the CPU.
 
     Raises:
         CheckpointError: a table has another number of rows than its parts.

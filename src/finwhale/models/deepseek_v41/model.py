@@ -204,8 +204,10 @@ class DeepseekV41(DeepseekModel):
         engram = self.config.engram
         assert engram is not None and self.compressed_ids is not None
         rows = cache.rows("engram_ids", engram.layer_ids[0], parts.inputs.tables)
-        own, size = self.compressed_ids[parts.inputs.token_ids], engram.max_ngram_size
-        recalled_NS = self.shared.recall_ids(own, size, self.pad, rows, parts.recalling)
+        own = self.compressed_ids.index_select(0, parts.inputs.token_ids)
+        recalled_NS = self.shared.recall_ids(
+            own, engram.max_ngram_size, self.pad, rows, parts.recalling
+        )
         return {i: layer.look_up(recalled_NS, self.dtype) for i, layer in engrams.items()}
 
     def compute_logits(self, streams_M1D: Tensor) -> Tensor:
@@ -228,7 +230,7 @@ class DeepseekV41(DeepseekModel):
         return self._forward(self._one_of_each(), inputs, cache, segments)
 
     def _one_of_each(self) -> list[DecoderLayer]:
-        """Find one layer of each kind, and the layers whose streams the draft head reads."""
+        """One layer of each kind, and every layer whose streams the draft head reads."""
         config, found = self.config, dict[object, DecoderLayer]()
         targets = () if config.dspark is None else config.dspark.target_layer_ids
         for number, layer in enumerate(self.layers):

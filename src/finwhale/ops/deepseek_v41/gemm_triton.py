@@ -51,7 +51,8 @@ HELD_BYTES = 32768
 MIN_ROWS = 4
 CHUNK = 1024
 MIN_PROGRAMS = 384
-# tile_kernel splits K into parts of so many chunks: the first number that leaves no rest, or 8.
+# The number of chunks in a part of K, for tile_kernel: the first of these that divides the chunks
+# of K, or 8 if none does.
 # K is not split if it has at most UNSPLIT_CHUNKS, and the weight at least MANY_ROWS.
 PART_CHUNKS = (8, 9, 10)
 UNSPLIT_CHUNKS = 20

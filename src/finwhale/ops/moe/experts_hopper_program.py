@@ -255,7 +255,7 @@ def hidden_values(total, order_ptr, weights_ptr, limit, first, end):
 
 @gluon.jit
 def store_hidden(result, hidden_ptr, inner, first, end, tile):
-    """Store 32 hidden values of each pair in the row that `dispatch` gave the pair."""
+    """Store 32 hidden values of each pair; `dispatch` has chosen the pair's row."""
     layout: gl.constexpr = result.type.layout
     pair_row = first + gl.arange(0, result.shape[1], gl.SliceLayout(0, layout))
     i = tile * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
@@ -265,7 +265,7 @@ def store_hidden(result, hidden_ptr, inner, first, end, tile):
 
 @gluon.jit
 def store_out(total, out, first, end, tile):
-    """Store 64 output values of each pair, in the pair's row."""
+    """Store 64 output values of each pair; a pair's number is that of its row."""
     out_ptr, order_ptr, width = out
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(total.to(gl.bfloat16), layout)
