@@ -40,7 +40,7 @@ PLANS = (
     HopperPlan(32, 1, (1, 6), (1, 6)),
     HopperPlan(64, 1, (1, 3), (1, 4)),
     HopperPlan(128, 4, (2, 4), (2, 4)),
-    HopperPlan(256, 2, (1, 4), (4, 4)),
+    HopperPlan(256, 2, (2, 4), (4, 4)),
     ExpertsPlan(16, (128, 4, 8), (64, 4, 4)),
 )
 

@@ -292,19 +292,24 @@ def _product(
 
 
 @gluon.jit
-def _store_hidden(total, hidden, first, end, tile):
+def _store_hidden(total, hidden, pairs, first, end, tile):
     """Store 32 hidden values of each pair, times its routing weight, rounded in this group.
 
     The rows of `total` alternate: eight of w1, then eight of w3.
     """
-    hidden_ptr, order_ptr, weights_ptr, inner, limit, TOP, LEAST = hidden
+    hidden_ptr, inner, limit, TOP, LEAST = hidden
     # Rounding to odd first changes nothing, and moves half as many bytes between threads.
-    result = hidden_values(total, order_ptr, weights_ptr, limit, first, end).to(gl.float32)
+    result = hidden_values(total, pairs, limit).to(gl.float32)
     amax = gl.maximum(gl.max(gl.abs(result), axis=0), LEAST)
     scale, inverse = power_of_two(amax, TOP)
     result = (result * gl.expand_dims(inverse, 0)).to(gl.float8e4nv).to(gl.float32)
     result *= gl.expand_dims(scale, 0)
     store_hidden(result, hidden_ptr, inner, first, end, tile)
+
+
+@gluon.jit
+def _store_out(total, out, pairs, first, end, tile):
+    store_out(total, out, pairs, tile)
 
 
 @gluon.jit
@@ -319,12 +324,14 @@ def _tiles(
     GROUP: gl.constexpr,
 ):
     """A group's tiles, times WIDTH columns."""
-    rings, results, expert_scale_ptr, first, end, tile, blocks = work
+    rings, results, pairs, expert_scale_ptr, first, end, tile, blocks = work
+    pairs = pairs.slice(0, WIDTH, 0)
     slot = 0
     phase = 0
     for t in range(TILES):
         total, slot, phase = _product(rings, slot, phase, blocks, WIDTH, STAGES, GROUPS, GROUP)
-        STORE(total * gl.load(expert_scale_ptr), results, first, end, tile + t * GROUPS + GROUP)
+        total *= gl.load(expert_scale_ptr)
+        STORE(total, results, pairs, first, end, tile + t * GROUPS + GROUP)
 
 
 @gluon.constexpr_function
@@ -364,10 +371,11 @@ def _gate_up_kernel(
 ):
     """hidden[pair_row] = the rounded weight * clamped SwiGLU of w1 x and w3 x."""
     descs = x_desc, (), w_desc, factor_desc
-    results = hidden_ptr, order_ptr, weights_ptr, I, limit, TOP, LEAST
+    results = hidden_ptr, I, limit, TOP, LEAST
     # fmt: off
-    run(descs, results, expert_scale_ptr, blocks_ptr, I, D, 32, _expert_scale, _tiles, _widths,
-        _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, results, (order_ptr, weights_ptr), expert_scale_ptr, blocks_ptr, I, D, 32,
+        _expert_scale, _tiles, _widths, _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS,
+        PDL)
     # fmt: on
 
 
@@ -392,8 +400,8 @@ def _down_kernel(
     """out[pair] = w2 hidden."""
     descs = x_desc, (), w_desc, factor_desc
     # fmt: off
-    run(descs, (out_ptr, order_ptr, D), expert_scale_ptr + 1, blocks_ptr, D, I, 64, _expert_scale,
-        _tiles, _widths, store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, (out_ptr, D), (order_ptr, None), expert_scale_ptr + 1, blocks_ptr, D, I, 64,
+        _expert_scale, _tiles, _widths, _store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 

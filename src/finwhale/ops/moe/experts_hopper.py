@@ -165,16 +165,15 @@ def _scaled(total, row_scale_ptr):
 
 
 @gluon.jit
-def _store_hidden(total, hidden, row_scale_ptr, first, end, row):
-    hidden_ptr, order_ptr, weights_ptr, inner, limit = hidden
-    total = _scaled(total, row_scale_ptr)
-    result = hidden_values(total, order_ptr, weights_ptr, limit, first, end)
+def _store_hidden(total, hidden, pairs, row_scale_ptr, first, end, row):
+    hidden_ptr, inner, limit = hidden
+    result = hidden_values(_scaled(total, row_scale_ptr), pairs, limit)
     store_hidden(result, hidden_ptr, inner, first, end, row)
 
 
 @gluon.jit
-def _store_out(total, out, row_scale_ptr, first, end, row):
-    store_out(_scaled(total, row_scale_ptr), out, first, end, row)
+def _store_out(total, out, pairs, row_scale_ptr, first, end, row):
+    store_out(_scaled(total, row_scale_ptr), out, pairs, row)
 
 
 @gluon.jit
@@ -196,7 +195,7 @@ def _columns(
     GROUP: gl.constexpr,
 ):
     """A group's tiles, times WIDTH columns."""
-    rings, results, row_scale_ptr, first, end, row, blocks = work
+    rings, results, pairs, row_scale_ptr, first, end, row, blocks = work
     slot = 0
     phase = 0
     for t in range(TILES):
@@ -209,8 +208,10 @@ def _columns(
         first = _opaque(first)
         PARTS: gl.constexpr = _parts(WIDTH, GROUPS)
         for p in gl.static_range(len(PARTS)):
-            start = first + PARTS[p][0]
-            STORE(totals[p], results, tile_row_scale_ptr, start, end, row + step)
+            # fmt: off
+            STORE(totals[p], results, pairs.slice(PARTS[p][0], PARTS[p][1], 0), tile_row_scale_ptr,
+                  first + PARTS[p][0], end, row + step)
+            # fmt: on
 
 
 @gluon.constexpr_function
@@ -249,10 +250,10 @@ def _gate_up_kernel(
 ):
     """hidden[pair_row] = weight * the clamped SwiGLU of w1 x and w3 x, for a block of pairs."""
     descs = x_desc, (scale_desc,), w_desc, exponent_bits_desc
-    results = hidden_ptr, order_ptr, weights_ptr, I, limit
+    results = hidden_ptr, I, limit
     # fmt: off
-    run(descs, results, row_scale_ptr, blocks_ptr, I, D, 32, _row_scales, _columns, _codes,
-        _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, results, (order_ptr, weights_ptr), row_scale_ptr, blocks_ptr, I, D, 32, _row_scales,
+        _columns, _codes, _store_hidden, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 
@@ -278,8 +279,8 @@ def _down_kernel(
     """out[pair] = w2 hidden for a block of pairs."""
     descs = x_desc, (scale_desc,), w_desc, exponent_bits_desc
     # fmt: off
-    run(descs, (out_ptr, order_ptr, D), row_scale_ptr, blocks_ptr, D, I, 64, _row_scales, _columns,
-        _codes, _store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    run(descs, (out_ptr, D), (order_ptr, None), row_scale_ptr, blocks_ptr, D, I, 64, _row_scales,
+        _columns, _codes, _store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
     # fmt: on
 
 
@@ -311,7 +312,7 @@ PLANS = (
     (32, HopperPlan(32, 1, (1, 6), (1, 6))),
     (64, HopperPlan(64, 1, (1, 3), (1, 4))),
     (104, HopperPlan(128, 4, (2, 4), (2, 4))),
-    (math.inf, HopperPlan(256, 2, (1, 4), (4, 4))),
+    (math.inf, HopperPlan(256, 2, (2, 4), (4, 4))),
 )
 # See `program_options`. With one group and 64 at launch, the first group gets 104, and four
 # programs share a multiprocessor. With 128 at launch only two do, which takes a fifth longer for 30

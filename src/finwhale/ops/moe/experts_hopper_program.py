@@ -113,6 +113,23 @@ def _load(
 
 
 @gluon.jit
+def _pair_memory(pairs, first, end, COLUMNS: gl.constexpr):
+    """Copy the block's routing weights, or without any its pairs (-1: none), to shared memory.
+
+    This takes no time, because the group then waits for its first weights. These warps have not
+    waited for the previous kernel, so the loads bypass L1, as in `run`.
+    """
+    order_ptr, weights_ptr = pairs
+    row = gl.arange(0, COLUMNS, gl.BlockedLayout([max(1, COLUMNS // 128)], [32], [4], [0]))
+    used = row < end - first
+    value = gl.load(order_ptr + first + row, mask=used, other=-1, cache_modifier=".cg")
+    if weights_ptr is not None:
+        value = gl.load(weights_ptr + value, mask=used, other=0.0, cache_modifier=".cg")
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(value.dtype, [COLUMNS], plain, value)
+
+
+@gluon.jit
 def _group(
     work,
     MULTIPLY: gl.constexpr,
@@ -125,7 +142,10 @@ def _group(
     GROUP: gl.constexpr,
 ):
     """The work of four warps: multiply their rows by the columns of the block's pairs."""
-    count = work[4] - work[3]
+    rings, results, pairs, scale_ptr, first, end, tile, blocks = work
+    count = end - first
+    pairs = _pair_memory(pairs, first, end, COLUMNS)
+    work = rings, results, pairs, scale_ptr, first, end, tile, blocks
     W: gl.constexpr = WIDTHS(COLUMNS, GROUPS)
     for i in gl.static_range(len(W)):
         if (count > (W[i - 1][0] if i > 0 else 0)) & (count <= W[i][0]):
@@ -136,6 +156,7 @@ def _group(
 def run(
     descs,
     results,
+    pairs,
     scale_ptr,
     blocks_ptr,
     rows,
@@ -161,10 +182,12 @@ def run(
     Args:
         descs: of x, a tuple of one for the scales of x or none, the weights, and their factors.
         results: what STORE needs.
+        pairs: (the pair of each row, the pairs' routing weights or None).
         rows, columns: of an expert's weight, in tiles of TILE_ROWS rows of the result.
         SCALE_OF: (scale_ptr, expert, tiles, the program's first) -> its scales.
         MULTIPLY: computes and stores a group's tiles: (work, STORE, COLUMNS, width, TILES, STAGES,
-            GROUPS, GROUP), where work is (rings, results, scales, first pair, end, tile, blocks).
+            GROUPS, GROUP), where work is (rings, results, pairs in shared memory, scales, first
+            pair, end, tile, blocks).
         WIDTHS: (COLUMNS, GROUPS) -> (most pairs, width) of the codes to compile, ascending.
     """
     start_next(PDL)
@@ -189,7 +212,7 @@ def run(
         factor = ring(factor_desc, STAGES * GROUPS, _factor_rows(loads, bits))
         full, empty = barriers(STAGES, GROUPS)
         rings = x, scales, w, factor, full, empty
-        work = rings, results, scale_ptr, first, end, row, blocks
+        work = rings, results, pairs, scale_ptr, first, end, row, blocks
         load = descs, rings, first, end - first, expert * tiles + row, blocks
         if GROUPS == 4:
             gl.warp_specialize(
@@ -238,17 +261,13 @@ def run(
 
 
 @gluon.jit
-def hidden_values(total, order_ptr, weights_ptr, limit, first, end):
+def hidden_values(total, pairs, limit):
     """32 hidden values of each pair, times its routing weight, rounded to odd.
 
     The rows of `total` alternate: eight of w1, then eight of w3.
     """
     result = swiglu(total, limit)
-    columns: gl.constexpr = total.shape[1]
-    # These warps have not waited for the previous kernel, so bypass L1, as in `run`.
-    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
-    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0, cache_modifier=".cg")
-    result *= gl.expand_dims(gl.load(weights_ptr + pair, cache_modifier=".cg"), 0)
+    result *= gl.expand_dims(pairs.load(gl.SliceLayout(0, result.type.layout)), 0)
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     return gl.convert_layout(to_odd(result), layout)
 
@@ -264,16 +283,15 @@ def store_hidden(result, hidden_ptr, inner, first, end, tile):
 
 
 @gluon.jit
-def store_out(total, out, first, end, tile):
+def store_out(total, out, pairs, tile):
     """Store 64 output values of each pair; a pair's number is that of its row."""
-    out_ptr, order_ptr, width = out
+    out_ptr, width = out
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(total.to(gl.bfloat16), layout)
-    pair_row = first + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
-    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0).to(gl.int64)
+    pair = pairs.load(gl.SliceLayout(0, layout)).to(gl.int64)
     d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     target = out_ptr + gl.expand_dims(pair * width, 0) + gl.expand_dims(d, 1)
-    gl.store(target, result, mask=gl.expand_dims(pair_row < end, 0))
+    gl.store(target, result, mask=gl.expand_dims(pair >= 0, 0))
 
 
 # --- Launch ---------------------------------------------------------------------------------------
