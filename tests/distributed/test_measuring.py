@@ -68,6 +68,18 @@ def test_accuracy_of_two_ranks(two: LLM, path: Path) -> None:
     assert accuracy.overlap(found.selected, alone.selected) == 1
 
 
+def test_accuracy_of_a_long_text(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in steps, with the values of one step."""
+    text = accuracy.SampleText(list(range(5, 45)), torch.tensor([0, 7, 39]), [3, 20], 4)
+    executor = LLM(path, activations="exact", **OPTIONS)._engine.executor
+    (whole,) = call_ranks_collectively(executor, partial(accuracy.compute, text, True))
+    monkeypatch.setattr(accuracy, "STEP_TOKENS", 16)
+    (found,) = call_ranks_collectively(executor, partial(accuracy.compute, text, True))
+    assert len(found.selected) == 3 * len(whole.selected)
+    for way, logits in whole.logits.items():
+        torch.testing.assert_close(found.logits[way], logits)
+
+
 def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
     bench = offline.Bench(two._engine, 3)
     result = bench.decode(offline.Shape(3, 12))

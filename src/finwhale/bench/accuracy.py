@@ -1,7 +1,8 @@
 """Compare the logits, tokens and selected entries of a platform's operators with the references.
 
-A model of real widths with random weights prefills one random text at once, then in chunks, and
-then decodes its end token by token. The float32 references with as-trained rounding are the truth.
+A model of real widths with random weights prefills one random text at once (a long one in steps of
+STEP_TOKENS, which bound the references' memory), then in chunks, and then decodes its end token by
+token. The float32 references with as-trained rounding are the truth.
 The bfloat16 references show how much error the dtype of the activations causes. The references run
 on one device, the platform's operators on every rank (--tensor-parallel-size); the ranks must
 compute the same bits.
@@ -35,6 +36,7 @@ from finwhale.options import add_options
 
 TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
 WHOLE, CHUNKED, DECODED = "whole", "chunked", "decoded"
+STEP_TOKENS = 2560
 # The platform's error may be this many times the error of the bfloat16 references.
 ALLOWED = 4 / 3
 OPTIONS = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
@@ -47,8 +49,8 @@ class Results:
     Attributes:
         logits: [P,V] float32 on the CPU for each way to compute them (WHOLE, CHUNKED, DECODED).
             Rank 0 alone keeps them.
-        selected: the slots [N,K] that each C4 layer selected in the prefill of the whole text, or
-            those of the rank's share of the N tokens.
+        selected: the slots [N,K] that each C4 layer selected in each step of the prefill of the
+            whole text, or those of the rank's share of the step's N tokens.
         digest: a hash of all values; equal digests show that ranks computed the same bits.
     """
 
@@ -85,7 +87,7 @@ def compute(text: SampleText, every_way: bool, executor: LocalExecutor) -> Resul
     digest = hashlib.sha256()
 
     def prefill(cuts: Sequence[int] = ()) -> Tensor:
-        streams = stepper.read(ids, cuts)
+        streams = stepper.read(ids, [*cuts, *range(STEP_TOKENS, len(ids), STEP_TOKENS)])
         digest.update(streams.cpu().contiguous().view(torch.uint8).numpy().data)
         return streams
 
@@ -163,7 +165,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         (TABLE, given),
     ):
         options = {"wo_a_input": args.wo_a_input, **more, "enforce_eager": True, "max_num_seqs": 1}
-        options |= {"max_num_batched_tokens": args.tokens, "max_model_len": args.tokens + 256}
+        options |= {"max_num_batched_tokens": min(args.tokens, STEP_TOKENS)}
+        options |= {"max_model_len": args.tokens + 256}
         engine = start_engine(EngineConfig(**options), config, Weights(config), None)
         computed[name] = call_ranks_collectively(
             engine.executor, partial(compute, text, name != TRUTH)

@@ -31,6 +31,7 @@ from finwhale.bench.engine import (
     timed_steps,
 )
 from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
+from finwhale.bench.gpu_state import watch
 from finwhale.bench.record import summary
 from finwhale.collection import freeze_heap
 from finwhale.config import EngineConfig
@@ -259,23 +260,26 @@ def _decode(engine: Engine, batch: int, length: int, steps: int) -> dict[str, An
     """
     wanted = steps * batch if engine.config.draft_tokens == "auto" else math.inf
     times: list[float] = []
-    with _decoding(engine, batch, length) as results:
+    state: dict[str, Any] = {}
+    with watch(engine) as gpus, _decoding(engine, batch, length) as results:
         gc.collect()
 
         def count() -> int:
             return sum(len(result.outputs[0].token_ids) for result in results)
 
         before, known = engine.metrics(), count()
-        for ms in timed_steps(engine):
-            times.append(ms)
-            if len(times) == steps or count() - known >= wanted:
-                break
+        with gpus.during(state):
+            for ms in timed_steps(engine):
+                times.append(ms)
+                if len(times) == steps or count() - known >= wanted:
+                    break
         found, tokens = engine.metrics(), count() - known
     row: dict[str, Any] = {
         "tokens_per_s": round(tokens / sum(times) * 1e3, 1),
         "tokens_per_step": round(tokens / len(times) / batch, 3),
         "step_ms": summary(times) | {"mean": round(statistics.mean(times), 4)},
         **_drafts(before, found, batch * len(times)),
+        **state,
     }
     for name in ("time_of_verification", "time_of_draft"):
         new, old = getattr(found, name), getattr(before, name)

@@ -36,6 +36,7 @@ from finwhale.bench.engine import (
     timed_steps,
 )
 from finwhale.bench.floors import DecodeBytes, PrefillOperations, expected_experts, read_ms
+from finwhale.bench.gpu_state import GpuWatch, watch
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, seconds_of
 from finwhale.config import EngineConfig
@@ -68,8 +69,8 @@ class Shape:
 class Bench:
     """Measures one engine."""
 
-    def __init__(self, engine: Engine, steps: int) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, steps: int, gpus: GpuWatch | None = None) -> None:
+        self.engine, self.gpus = engine, gpus or GpuWatch([])
         rank = first_rank(engine.executor).collectives.rank
         self.steps = steps
         self.config: Any = engine.model_config
@@ -93,9 +94,11 @@ class Bench:
         graph_ms, hit = self._graph_ms(), self._experts_hit(shape.batch)
         for _ in range(WARM_UP):
             engine.step()
-        times = list(islice(timed_steps(engine), self.steps))
+        result: dict[str, Any] = {}
+        with self.gpus.during(result):
+            times = list(islice(timed_steps(engine), self.steps))
         assert sum(len(lane.scheduler.running) for lane in engine.lanes) == shape.batch
-        result: dict[str, Any] = {"ms": summary(times)}
+        result["ms"] = summary(times)
         after_ms = self._graph_ms()
         result["graph_ms"] = (
             None if graph_ms is None or after_ms is None else round((graph_ms + after_ms) / 2, 4)
@@ -114,7 +117,9 @@ class Bench:
         repeats = max(3, min(self.steps, 4 * self.steps * 2048 // max(shape.tokens, 1)))
         calls = [partial(prefill, self.engine, self.prompt(shape.tokens)) for _ in range(repeats)]
         prefill(self.engine, self.prompt(shape.tokens))
-        result: dict[str, Any] = {"ms": summary([1e3 * seconds_of(call) for call in calls])}
+        result: dict[str, Any] = {}
+        with self.gpus.during(result):
+            result["ms"] = summary([1e3 * seconds_of(call) for call in calls])
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
         result["floor_ms"] = self.operations.ms(shape.tokens)
         return result
@@ -208,12 +213,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     engine, load_s = open_engine(args, longest, max_num_seqs=num_seqs)
     if args.verbose:
         print(f"loaded and captured in {load_s} s")
-    bench = Bench(engine, args.steps)
     rows: list[tuple[Shape, dict[str, Any]]] = []
-    for shape in shapes:
-        rows.append((shape, bench.decode(shape) if shape.batch else bench.prefill(shape)))
-        if args.verbose:
-            print(f"{shape}: {rows[-1][1]}")
+    with watch(engine) as gpus:
+        bench = Bench(engine, args.steps, gpus)
+        for shape in shapes:
+            rows.append((shape, bench.decode(shape) if shape.batch else bench.prefill(shape)))
+            if args.verbose:
+                print(f"{shape}: {rows[-1][1]}")
     return {
         **measured(args, engine),
         "load_s": load_s,

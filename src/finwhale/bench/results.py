@@ -27,6 +27,7 @@ BETTER = {
     **dict.fromkeys(("same_top_1", "same_tokens"), True),
     **dict.fromkeys(("relative_error", "step_over_plain"), False),
     **dict.fromkeys(("experts_hit", "found", "prompt_tokens", "cached_tokens"), None),
+    **dict.fromkeys(("sm_mhz", "watts", "power_limited"), None),
 }
 # The fields of a result that say what it is.
 WORDS = ("what", "operator", "case", "start", "engine", "implementation", "dtype", "launch")

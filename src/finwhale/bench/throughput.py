@@ -17,6 +17,7 @@ import numpy as np
 
 from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.engine import begin, measured, memory, open_engine
+from finwhale.bench.gpu_state import watch
 from finwhale.bench.record import keep_record, percentile, stamp, summary
 from finwhale.engine.loop.engine import Engine
 from finwhale.request import RequestOutput
@@ -129,9 +130,14 @@ def main(argv: Sequence[str]) -> int:
     engine, start_s = open_engine(args, longest)
     draw = np.random.default_rng(0)
     serve(engine, draw, shape, max(2, made // 8))
-    rows = {"alone": serve(engine, draw, shape, made)}
+    rows: dict[str, dict[str, Any]] = {"alone": {}}
     if args.long_prompt:
-        rows["among others"] = serve(engine, draw, shape, made, args.long_prompt)
+        rows["among others"] = {}
+    with watch(engine) as gpus:
+        for name, row in rows.items():
+            with gpus.during(row):
+                long_prompt = None if name == "alone" else args.long_prompt
+                row.update(serve(engine, draw, shape, made, long_prompt))
     late = dict(engine.metrics().late_compilations)
     print(f"started in {start_s} s; kernels compiled since then: {late}")
     found = {

@@ -1,0 +1,67 @@
+"""The state of GPUs during a measurement, from a stub of nvidia-smi; tests/gpu has a real one."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finwhale.bench.gpu_state import GpuWatch
+
+LINES = """GPU-a, 1980, 310.5, 0x0000000000000000
+GPU-b, 1410, 699.9, 0x0000000000000004
+GPU-b, [N/A], [N/A], [N/A]
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Write a stub with the given shell lines; returns the file that it adds its arguments to."""
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    (tmp_path / "sleep").symlink_to("/bin/sleep")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def write(lines: str) -> Path:
+        file = tmp_path / "nvidia-smi"
+        file.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{lines}\n')
+        file.chmod(0o755)
+        return tmp_path / "asked"
+
+    return write
+
+
+def seen(gpus: GpuWatch, samples: int) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    with gpus.during(result):
+        before, limit = len(gpus._samples), time.monotonic() + 60
+        while len(gpus._samples) < before + samples and time.monotonic() < limit:
+            time.sleep(0.01)
+    return result
+
+
+def test_the_slowest_gpu_and_the_one_that_takes_most(
+    nvidia_smi: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "lines").write_text(LINES)
+    asked = nvidia_smi(f"while read line; do echo $line; done < {tmp_path}/lines")
+    with GpuWatch(["GPU-a", "GPU-b"]) as gpus:
+        found = seen(gpus, 4)
+        again = seen(gpus, 4)
+        process = gpus._loop
+    assert found == again == {"sm_mhz": 1410.0, "watts": 699.9, "power_limited": 0.5}
+    assert "--id=GPU-a,GPU-b" in asked.read_text()
+    assert process is not None and process.poll() is not None
+    assert seen(gpus, 0) == {}  # nothing is asked any more
+
+
+@pytest.mark.parametrize("lines", ["exit 9", None])
+def test_no_state(nvidia_smi: Callable[[str], Path], lines: str | None) -> None:
+    """nvidia-smi fails, or there is none."""
+    if lines is not None:
+        nvidia_smi(lines)
+    with GpuWatch(["GPU-a"]) as gpus:
+        assert gpus._loop is not None and gpus._loop.wait(60) == 0  # the loop has ended
+        assert seen(gpus, 0) == {}
+    with GpuWatch([]) as gpus:
+        assert gpus._loop is None and seen(gpus, 0) == {}
