@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from finwhale.bench.gpu_state import GpuWatch
+from finwhale.bench.gpu_state import watch_gpus
 from finwhale.distributed.cuda_ipc import uuid_of
 
 
@@ -12,7 +12,7 @@ def test_a_busy_gpu() -> None:
     x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     result: dict[str, float] = {}
     uuid = "GPU-" + uuid_of(x.device).removeprefix("GPU-")
-    with GpuWatch([uuid]) as gpus, gpus.during(result):
+    with watch_gpus([uuid]) as gpus, gpus.during(result):
         end = time.monotonic() + 3
         while time.monotonic() < end:
             x = (x @ x).clamp(-1, 1)

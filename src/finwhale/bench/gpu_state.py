@@ -11,18 +11,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any
 
 from finwhale.distributed.cuda_ipc import uuid_of
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.ranks.local_executor import LocalExecutor
 
 QUERY = "--query-gpu=uuid,clocks.sm,power.draw,clocks_event_reasons.active"
-# A child of its own, so that the measured process starts nothing while it is measured. It ends
-# when nvidia-smi fails, as without a reader of its output.
+# A process of its own, so that the measured one starts nothing meanwhile. It ends when nvidia-smi
+# fails, as it does without a reader of its output.
 LOOP = 'while nvidia-smi "$@"; do sleep 0.1; done'
 POWER_REASONS = 0x4 | 0x80  # software's limit of power, and the hardware's brake
 
@@ -39,41 +38,21 @@ class Sample:
 
 
 class GpuWatch:
-    """Asks for the state of GPUs some times a second, while the context is open.
+    """What nvidia-smi says of GPUs some times a second. Without it, there are no samples."""
 
-    Without nvidia-smi, or without GPUs, there are no samples.
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
 
-    Args:
-        uuids: the GPUs.
-    """
-
-    def __init__(self, uuids: Sequence[str]) -> None:
-        self._uuids, self._samples = uuids, list[Sample]()
-        self._loop: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Self:
-        if self._uuids:
-            query = [QUERY, "--format=csv,noheader,nounits", "--id=" + ",".join(self._uuids)]
-            self._loop = subprocess.Popen(
-                ["sh", "-c", LOOP, "sh", *query],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,
-            )
-            threading.Thread(target=self._read, daemon=True).start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._loop is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._loop.pid, signal.SIGTERM)
-            self._loop.wait()
+    def read(self, lines: IO[str]) -> None:
+        """Read what the loop writes, until it ends."""
+        for line in lines:
+            try:
+                uuid, mhz, watts, reasons = line.split(",")
+                is_limited = bool(int(reasons, 16) & POWER_REASONS)
+                sample = Sample(time.perf_counter(), uuid, float(mhz), float(watts), is_limited)
+            except ValueError:
+                continue  # a GPU that does not tell one of them
+            self._samples.append(sample)
 
     @contextmanager
     def during(self, result: dict[str, Any]) -> Iterator[None]:
@@ -90,22 +69,34 @@ class GpuWatch:
             result["watts"] = max(statistics.median(s.watts for s in one) for one in of_gpu)
             result["power_limited"] = round(sum(s.is_limited for s in found) / len(found), 2)
 
-    def _read(self) -> None:
-        assert self._loop is not None and self._loop.stdout is not None
-        with self._loop.stdout as lines:
-            for line in lines:
-                try:
-                    uuid, mhz, watts, reasons = line.split(",")
-                    is_limited = bool(int(reasons, 16) & POWER_REASONS)
-                    sample = Sample(time.perf_counter(), uuid, float(mhz), float(watts), is_limited)
-                except ValueError:
-                    continue  # a GPU that does not tell one of them
-                self._samples.append(sample)
+
+@contextmanager
+def watch_gpus(uuids: Sequence[str]) -> Iterator[GpuWatch]:
+    """Watch GPUs during the context."""
+    gpus = GpuWatch()
+    if not uuids:
+        yield gpus
+        return
+    query = [QUERY, "--format=csv,noheader,nounits", "--id=" + ",".join(uuids)]
+    with subprocess.Popen(
+        ["sh", "-c", LOOP, "sh", *query],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as loop:
+        reader = threading.Thread(target=gpus.read, args=(loop.stdout,), daemon=True)
+        reader.start()
+        try:
+            yield gpus
+        finally:
+            os.killpg(loop.pid, signal.SIGTERM)
+            reader.join()
 
 
-def watch(engine: Engine) -> GpuWatch:
-    """A watch of the GPUs of an engine's ranks. With ranks on other hosts it has no samples."""
-    return GpuWatch([uuid for uuid in engine.executor.call_ranks(_uuid) if uuid is not None])
+def watch(engine: Engine) -> AbstractContextManager[GpuWatch]:
+    """Watch the GPUs of an engine's ranks. With ranks on other hosts there are no samples."""
+    return watch_gpus([uuid for uuid in engine.executor.call_ranks(_uuid) if uuid is not None])
 
 
 def _uuid(executor: LocalExecutor) -> str | None:

@@ -70,7 +70,7 @@ class Bench:
     """Measures one engine."""
 
     def __init__(self, engine: Engine, steps: int, gpus: GpuWatch | None = None) -> None:
-        self.engine, self.gpus = engine, gpus or GpuWatch([])
+        self.engine, self.gpus = engine, gpus or GpuWatch()
         rank = first_rank(engine.executor).collectives.rank
         self.steps = steps
         self.config: Any = engine.model_config
