@@ -141,6 +141,7 @@ def test_every_number_of_tokens_finds_its_kernels_with_deepgemm(
     found = with_deepgemm[0]
     assert found["missing"] == found["missing without weights"] == []
     assert found["rounding"] == ["_attend_kernel", "_combine_kernel"]
+    assert found["gemms left out"] == []
 
 
 @pytest.mark.kernels

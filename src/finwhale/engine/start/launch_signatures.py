@@ -118,6 +118,8 @@ class LaunchEnumerator:
             decodes |= set(self.sizes.tokens(1, largest.num_seqs))
             prefills |= set(self.sizes.tokens(2, captured))
         prefills |= set(self.sizes.tokens(captured + 1, largest.num_tokens))
+        # DeepGEMM's kernels are built for every number of rows up to the most.
+        prefills.add(largest.num_tokens)
         if self.divided is not None:
             per_rank = self.divided.tokens_per_rank
             own = self.own_sizes.tokens(per_rank(self.divided.least), per_rank(largest.num_tokens))

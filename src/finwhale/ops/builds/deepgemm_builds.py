@@ -4,7 +4,7 @@ DeepGEMM chooses a kernel by the shape of a GEMM and compiles it with nvcc at th
 takes 1 to 3 s. It cannot compile a kernel without running it. On SM90 the choice depends on the
 weight's shape and on the number of row blocks. A block has 16 or 32 rows if one block holds all
 rows, otherwise 64, 128 or 256. So all row counts with the same number of 64-row blocks share a
-kernel.
+kernel. `rows_of` gives large steps few different counts.
 
 This module replaces the two GEMM functions of the module deep_gemm, through which
 `ops/linear/linear_deepgemm.py` calls them, by wrappers.
@@ -173,8 +173,8 @@ class DeepGemmKernels:
 def _row_counts(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
     """The row counts to compile: one for each kernel that steps of up to `most` tokens can need."""
     few = {rows_of(n) for n in range(1, min(most, MANY_TOKENS) + 1)}
-    many = range(MANY_TOKENS + BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS)
-    return [rows for rows in sorted({*few, *many}) if needed(kind, shape, rows)]
+    many = {rows_of(n) for n in range(MANY_TOKENS + BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS)}
+    return [rows for rows in sorted(few | many) if needed(kind, shape, rows)]
 
 
 def of_process(folder: Path) -> DeepGemmKernels:
