@@ -609,9 +609,9 @@ def compare_launches(
 
 def gemms_left_out() -> list[str]:
     """DeepGEMM's kernels for steps of up to 8,192 tokens that are not built ahead."""
-    from finwhale.ops.builds import deepgemm_builds as builds
-    from finwhale.ops.linear.linear_deepgemm import rows_of
-
+    # They need DeepGEMM.
+    builds = importlib.import_module("finwhale.ops.builds.deepgemm_builds")
+    rows_of = importlib.import_module("finwhale.ops.linear.linear_deepgemm").rows_of
     model = new_model(small_flash(), True)
     groups = cache_spec(model.config)
     cache = LargestSteps.alone(model, groups, OPS).cache
