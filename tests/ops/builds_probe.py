@@ -20,6 +20,7 @@ from itertools import islice
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tests.support.cases import sampling as sampling
@@ -607,30 +608,45 @@ def compare_launches(
     return walked, report
 
 
-def gemms_left_out() -> list[str]:
-    """DeepGEMM's kernels for steps of up to 8,192 tokens that are not built ahead."""
-    # They need DeepGEMM.
-    builds = importlib.import_module("finwhale.ops.builds.deepgemm_builds")
-    rows_of = importlib.import_module("finwhale.ops.linear.linear_deepgemm").rows_of
-    model = new_model(small_flash(), True)
-    groups = cache_spec(model.config)
+class EagerSample(LaunchEnumerator):
+    """Every captured step with prefill, and a part of those that are not captured."""
+
+    def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+        largest = self.largest
+        eager = range(largest.always_captured + 1, largest.num_tokens + 1, 37)
+        for n in (*largest.prefill_graphs, *eager, largest.num_tokens):
+            yield n, n, [(n, n)]
+
+
+def gemms_left_out(rank: Rank, largest: StepLimits) -> list[str]:
+    """The kernels of DeepGEMM that are not built ahead."""
+    builds = importlib.import_module("finwhale.ops.builds.deepgemm_builds")  # needs DeepGEMM
+    config = replace(small_flash(), hidden_size=512, moe_intermediate_size=256)
+    model = new_model(config, True, rank)
+    groups = cache_spec(config)
     cache = LargestSteps.alone(model, groups, OPS).cache
+    found = set()
+
+    def record(
+        kind: str, weight: tuple[Tensor, Tensor], rows: int, run: Callable[[], None]
+    ) -> None:
+        shape = tuple(weight[0].shape)
+        if builds.needed(kind, shape, rows):
+            found.add(builds.class_of(kind, shape, rows))
+
     with tempfile.TemporaryDirectory() as directory:
         kernels = builds.of_process(Path(directory))
         with kernels.collecting():
-            collect(LaunchEnumerator(model, groups, OPS, cache, replace(LARGEST, num_tokens=8192)))
-    found = []
-    for job in kernels.take_jobs():
-        kind, shape = job["kind"], tuple(job["weight"])
-        found += [builds.class_of(kind, shape, rows) for rows in job["rows"]]
-    assert len(set(found)) == len(found)
-    return [
-        f"{kind} {shape}: {n} tokens"
-        for kind, shape in sorted({(kind, shape) for kind, shape, *_ in found}, key=str)
-        for n in range(1, 8193)
-        if builds.needed(kind, shape, rows_of(n))
-        and builds.class_of(kind, shape, rows_of(n)) not in found
-    ][:5]
+            collect(LaunchEnumerator(model, groups, OPS, cache, largest))
+        with patch.object(kernels, "_run", record):
+            collect(EagerSample(model, groups, OPS, cache, largest))
+    built = {
+        builds.class_of(job["kind"], tuple(job["weight"]), rows)
+        for job in kernels.take_jobs()
+        for rows in job["rows"]
+    }
+    assert len(found) > 100
+    return sorted(map(str, found - built))[:5]
 
 
 def pretend_to_be_hopper() -> None:
@@ -646,7 +662,12 @@ def main() -> None:
     pretend_to_be_hopper()
     if "walk" in sys.argv[1:]:
         reports = [compare_launches(rounds, CoarseSample)[1] for rounds in (True, False)]
-        reports[0]["gemms left out"] = gemms_left_out()
+        two = Rank(0, 2, whole_attention=True)
+        reports[0]["gemms left out"] = [
+            *gemms_left_out(ALONE, replace(LARGEST, num_tokens=8192)),
+            *gemms_left_out(two, replace(LARGEST, num_tokens=6000)),
+            *gemms_left_out(two, replace(EAGER, num_tokens=1900)),
+        ]
         print(json.dumps(reports))
         return
     few = "few" in sys.argv[1:]

@@ -118,9 +118,11 @@ class LaunchEnumerator:
             decodes |= set(self.sizes.tokens(1, largest.num_seqs))
             prefills |= set(self.sizes.tokens(2, captured))
         prefills |= set(self.sizes.tokens(captured + 1, largest.num_tokens))
-        # DeepGEMM's kernels are built for every number of rows up to the most.
+        # DeepGEMM's kernels are built for every number of rows up to the most of a weight.
         prefills.add(largest.num_tokens)
         if self.divided is not None:
+            if free or self.divided.least > captured:
+                prefills.add(min(self.divided.least - 1, largest.num_tokens))
             per_rank = self.divided.tokens_per_rank
             own = self.own_sizes.tokens(per_rank(self.divided.least), per_rank(largest.num_tokens))
             prefills |= {count * self.divided.num_ranks for count in own}
