@@ -46,9 +46,10 @@ def test_the_slowest_gpu_and_the_one_that_takes_most(
     (tmp_path / "lines").write_text(LINES)
     asked = nvidia_smi(f"while read line; do echo $line; done < {tmp_path}/lines")
     with watch_gpus(["GPU-a", "GPU-b"]) as gpus:
-        found = seen(gpus, 4)
-        again = seen(gpus, 4)
-    assert found == again == {"sm_mhz": 1410.0, "watts": 699.9, "power_limited": 0.5}
+        for found in (seen(gpus, 4), seen(gpus, 4)):
+            assert found.keys() == {"sm_mhz", "watts", "power_limited"}
+            assert (found["sm_mhz"], found["watts"]) == (1410.0, 699.9)
+            assert 0.25 <= found["power_limited"] <= 0.75  # of two GPUs in turns
     assert "--id=GPU-a,GPU-b" in asked.read_text()
     asked.unlink()
     time.sleep(0.5)
