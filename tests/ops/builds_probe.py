@@ -609,7 +609,7 @@ def compare_launches(
 
 
 class EagerSample(LaunchEnumerator):
-    """Every captured step with prefill, and a part of those that are not captured."""
+    """Steps with prefill: all captured ones, and every 37th number of tokens of the others."""
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
         largest = self.largest

@@ -59,9 +59,14 @@ def test_the_slowest_gpu_and_the_one_that_takes_most(
 @pytest.mark.parametrize("lines", ["exit 9", None])
 def test_no_state(nvidia_smi: Callable[[str], Path], lines: str | None) -> None:
     """nvidia-smi fails, or there is none."""
-    if lines is not None:
-        nvidia_smi(lines)
-    with watch_gpus(["GPU-a"]) as gpus:
-        assert seen(gpus, 0) == {}
+    asked = None if lines is None else nvidia_smi(lines)
+    result: dict[str, Any] = {}
+    with watch_gpus(["GPU-a"]) as gpus, gpus.during(result):
+        limit = time.monotonic() + 60
+        while asked is not None and not asked.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        time.sleep(0.5)
+    assert result == {}
+    assert asked is None or len(asked.read_text().splitlines()) == 1  # it is not asked again
     with watch_gpus([]) as gpus:
         assert seen(gpus, 0) == {}

@@ -51,8 +51,8 @@ HELD_BYTES = 32768
 MIN_ROWS = 4
 CHUNK = 1024
 MIN_PROGRAMS = 384
-# The number of chunks in a part of K, for tile_kernel: the first of these that divides the chunks
-# of K, or 8 if none does.
+# tile_kernel divides K into parts. A part has the first of these numbers of chunks that divides all
+# chunks of K, or 8 if none does.
 # K is not split if it has at most UNSPLIT_CHUNKS, and the weight at least MANY_ROWS.
 PART_CHUNKS = (8, 9, 10)
 UNSPLIT_CHUNKS = 20
