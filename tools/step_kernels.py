@@ -62,9 +62,8 @@ def launches(ranks: int, tokens: int, layers: int) -> list[str]:
     """The launches of a decode of `tokens` sequences with 2,048 tokens each."""
     probe.pretend_to_be_hopper()
 
-    def allocate(num_bytes: int) -> tuple[Any, list[int]]:
-        memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        return memory, [memory.data_ptr()] * ranks
+    def allocate(num_bytes: int) -> list[torch.Tensor]:
+        return [torch.zeros(num_bytes, dtype=torch.uint8)] * ranks
 
     def push(rank: Rank) -> Push:
         return Push(rank, torch.device("cpu"), allocate, lambda: None, Alone())

@@ -49,8 +49,14 @@ def test_rows_are_those_of_the_sum(size: int, num_rows: int) -> None:
     given = parts(size, (num_rows, 3, 2), torch.bfloat16)
 
     def work(collectives: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = collectives.reduce_scatter_rows(given[collectives.rank.index])
-        return rows, collectives.all_gather_rows(rows, num_rows)
+        x = given[collectives.rank.index]
+        rows = collectives.reduce_scatter_rows(x)
+        again = collectives.reduce_scatter_parts(lambda some: x[some], x.shape, x.dtype)
+        assert torch.equal(again, rows)
+        gathered = collectives.start_all_gather_rows(rows, num_rows, "experts")
+        whole = collectives.all_gather_rows(rows, num_rows)
+        assert torch.equal(gathered(), whole)
+        return rows, whole
 
     found, wanted = run_ranks(size, work), ref.all_reduce(given)
     share = -(-num_rows // size)

@@ -166,7 +166,7 @@ def test_ranks_of_one_gpu_map_the_memory_of_each_other(monkeypatch: pytest.Monke
     monkeypatch.setattr(connecting, "uuid_of", lambda device: "gpu")
     store, timeout = HashStore(), timedelta(seconds=10)
 
-    def allocate(index: int) -> list[tuple[torch.Tensor, list[int]]]:
+    def allocate(index: int) -> list[list[torch.Tensor]]:
         rank = Rank(index, 4)
         exchange = partial(connecting._exchange, rank, store, timeout)
         shared = connecting._shared_memory(rank, CPU, exchange)
@@ -175,8 +175,9 @@ def test_ranks_of_one_gpu_map_the_memory_of_each_other(monkeypatch: pytest.Monke
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(allocate, range(4)))
     for number in (0, 1):
-        own = [memories[number][0].data_ptr() for memories in found]
-        assert [memories[number][1] for memories in found] == [own] * 4
+        own = [memories[number][rank].data_ptr() for rank, memories in enumerate(found)]
+        for memories in found:
+            assert [memory.data_ptr() for memory in memories[number]] == own
     assert len(opened) == len(set(opened)) == 2 * 4 * 3
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from finwhale.distributed import push_triton, ref, self_check
 from finwhale.distributed.push import Push
+from finwhale.distributed.push_copies import Copies
 from finwhale.distributed.push_sizes import SIZES as SIZES_OF
 from finwhale.distributed.push_sizes import PushSizes
 from finwhale.distributed.rank import ALONE, Rank
@@ -53,7 +54,7 @@ class Memories:
     def of(self, index: int):
         count = iter(range(10))
 
-        def allocate(num_bytes: int) -> tuple[Tensor, list[int]]:
+        def allocate(num_bytes: int) -> list[Tensor]:
             i = next(count)
             if i == len(self.made):
                 self.made.append(
@@ -61,7 +62,7 @@ class Memories:
                 )
             memories = self.made[i]
             assert len(memories[index]) == num_bytes
-            return memories[index], [memory.data_ptr() for memory in memories]
+            return memories
 
         return allocate
 
@@ -232,6 +233,74 @@ def test_rows_of_a_missing_rank_are_nan() -> None:
         assert outs[index].isnan().all()
         with pytest.raises(EngineDeadError, match=r"timed out waiting for rank 2$"):
             pushes[index].check()
+
+
+def beside_work(pushes: list[Push], given: list[Tensor], lost: int | None = None) -> list[Tensor]:
+    """Reduce-scatter and all-gather rows with copies; rank `lost` does nothing."""
+    running = [push for push in pushes if push.rank.index != lost]
+
+    def add(push: Push) -> Tensor:
+        x, (num_rows, width) = given[push.rank.index], given[0].shape
+        asked: list[int] = []
+
+        def part(rows: slice) -> Tensor:
+            asked.extend(range(num_rows)[rows])
+            return x[rows].clone()
+
+        total = push.reduce_scatter_parts(part, (num_rows, width), x.dtype)
+        assert sorted(asked) == list(range(num_rows))
+        return total
+
+    for push in running:  # as ranks do at the same time
+        for reader in ("sum", "experts"):
+            push._copies.has_room(reader, push.rank.size * given[0].nbytes)
+    with pytest.MonkeyPatch.context() as patch:  # First, all ranks send.
+        patch.setattr(Copies, "_arrive", lambda *_: None)
+        for push in running:
+            add(push)
+    sums = [(push, add(push)) for push in running]
+    for push in running:  # which has flags of later ranks' second calls
+        push._copies._flags("sum", push.rank.index).zero_()
+    num_rows = len(given[0])
+    begun = [push.start_all_gather_rows(total, num_rows, "experts") for push, total in sums]
+    return [finish() for finish in begun]
+
+
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_copied_rows_equal_the_reference(size: int) -> None:
+    pushes = ranks(size, replace(SIZES, copied=64))
+    # Equal shares, more than the memory had room for, and a smaller last one.
+    cases = [(16, 32, torch.float32), (24, 64, torch.bfloat16), (13, 64, torch.bfloat16)]
+    for turn, (num_rows, width, dtype) in enumerate(cases):
+        given = parts(size, (num_rows, width), dtype, turn)
+        for found in beside_work(pushes, given):
+            assert torch.equal(found, ref.all_reduce(given))
+    for push in pushes:
+        push.check()
+        assert set(push._copies._memory) == {"sum", "experts"}
+
+
+def test_a_rank_whose_copies_are_missing_is_named() -> None:
+    pushes = ranks(4, replace(SIZES, copied=64))
+    beside_work(pushes, parts(4, (16, 32), torch.float32), lost=2)
+    for index in (0, 1, 3):
+        with pytest.raises(EngineDeadError, match=r"timed out waiting for rank 2$"):
+            pushes[index].check()
+
+
+def test_few_rows_are_not_copied() -> None:
+    (push, _) = ranks(2, replace(SIZES, copied=2**12))
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Push, "all_gather_rows", lambda *_: calls.append("gather"))
+        patch.setattr(Push, "reduce_scatter_rows", lambda *_: calls.append("sum"))
+        x = torch.zeros(31, 64).bfloat16()
+        push.start_all_gather_rows(x, 62, "experts")
+        push.reduce_scatter_parts(lambda rows: x.repeat(2, 1)[rows], (62, 64), x.dtype)
+        odd = torch.zeros(4096, 3).bfloat16()
+        push.reduce_scatter_parts(lambda rows: odd[rows], (4096, 3), odd.dtype)
+    assert calls == ["gather", "sum", "sum"]
+    assert not push._copies._memory
 
 
 @triton.jit

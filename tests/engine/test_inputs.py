@@ -152,8 +152,8 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
     assert prefill_sizes(1500)[-2:] == [1280, 1500]
     assert prefill_sizes(2048)[-1] == prefill_sizes(8192)[-1] == 2048
     assert prefill_sizes(2048, 4) == prefill_sizes(2048)
-    assert prefill_sizes(8192, 2)[-1] == 6144
-    assert prefill_sizes(8192, lanes=True)[-1] == 3072
+    assert prefill_sizes(16384, 2)[-1] == 8192
+    assert prefill_sizes(8192, lanes=True)[-1] == 4096
     assert prefill_sizes(5000, 4)[-2:] == [4096, 5000]
     assert prefill_sizes(8192, 4)[-2:] == [7168, 8192]
     # A full step beside decodes is captured wherever the engine chooses the sizes.
@@ -167,7 +167,7 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
 def test_a_full_step_beside_decodes_of_a_data_parallel_rank_is_captured() -> None:
     config, sizes = EngineConfig(data_parallel_size=2), StepSizes(64, LANE_STEP, LANE_MIXED_STEP)
     limits = step_limits(config, sizes, published("flash"), True, 4096)
-    assert LANE_MIXED_STEP in limits.prefill_graphs and limits.prefill_graphs[-1] == 3072
+    assert LANE_MIXED_STEP in limits.prefill_graphs and limits.prefill_graphs[-1] == 4096
 
 
 def test_a_rank_without_tokens_replays_the_step_of_the_largest_rank() -> None:
@@ -185,7 +185,7 @@ def test_a_rank_without_tokens_replays_the_step_of_the_largest_rank() -> None:
 
 
 def test_which_steps_have_a_graph() -> None:
-    sizes = prefill_sizes(8192, 2)
+    sizes = prefill_sizes(16384, 2)
     graphs = object.__new__(Graphs)
     graphs.sizes, graphs.decode = sizes, False
     graphs.static = cast("Any", SimpleNamespace(num_seqs=8))
@@ -193,11 +193,11 @@ def test_which_steps_have_a_graph() -> None:
     def size(num_tokens: int, num_seqs: int = 1, *, decodes: bool = False) -> int | None:
         return graphs.size(LargestLane(num_tokens, num_seqs, decodes))
 
-    for found, most in (sizes, 6144), ([], 0):
+    for found, most in (sizes, 8192), ([], 0):
         limits = StepLimits(num_tokens=9, num_seqs=1, max_len=9, prefill_graphs=tuple(found))
         assert limits.always_captured == most
-    assert [size(n) for n in (3, 1281, 2049, 6144)] == [16, 1536, 2304, 6144]
-    assert size(6145) is size(8192) is size(2048, 9) is None
+    assert [size(n) for n in (3, 1281, 2049, 8192)] == [16, 1536, 2304, 8192]
+    assert size(8193) is size(16384) is size(2048, 9) is None
     graphs.sizes, graphs.decode = [1, 4, 8], True
     assert size(3, 3) is size(9, 9, decodes=True) is None and size(5, 5, decodes=True) == 8
     # A data-parallel rank takes the size of the largest.

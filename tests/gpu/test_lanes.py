@@ -34,7 +34,7 @@ def new_engine(size: int, **options: Any) -> Engine:
         data_parallel_size=size,
         max_num_seqs=8,
         max_model_len=4096,
-        max_num_batched_tokens=1024,
+        max_num_batched_tokens=4096,
         cache_memory_bytes=2**31,
         **options,
     )

@@ -4,14 +4,18 @@
 implementations with it.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from finwhale.distributed import ref
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops.ranks import Channel
+
+# Who reads the result of an exchange that other work runs beside.
+Reader = Literal["experts", "compressor", "window"]
 
 
 class Collectives(Protocol):
@@ -82,6 +86,35 @@ class Collectives(Protocol):
             [num_rows, ...], contiguous.
         """
         return self.all_gather(ref.padded(x, self.rank.rows_per_rank(num_rows)), 0)[:num_rows]
+
+    def start_all_gather_rows(
+        self, x: Tensor, num_rows: int, reader: Reader
+    ) -> Callable[[], Tensor]:
+        """Begin `all_gather_rows`. Returns a function that waits for the result, on any stream.
+
+        What is launched before that function is called may run beside the exchange. x must not
+        change until then. The result may be read until the next call for the same reader. Between
+        two such calls, the ranks make another exchange after their last read: no rank may begin
+        the second call while another rank still reads the result of the first.
+        """
+        rows = self.all_gather_rows(x, num_rows)
+        return lambda: rows
+
+    def reduce_scatter_parts(
+        self, part: Callable[[slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> Tensor:
+        """`reduce_scatter_rows` of an x that is computed in parts, beside the exchange.
+
+        Two calls need another exchange between them, as for `start_all_gather_rows`.
+
+        Args:
+            part: computes some rows of x, contiguous; called once for every row, in any order.
+            shape, dtype: of x.
+        """
+        ranks = range(self.rank.size)
+        return self.reduce_scatter_rows(
+            torch.cat([part(self.rank.rows(shape[0], index)) for index in ranks])
+        )
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
         """A channel for an operator that adds the ranks' x itself; None: call `all_reduce`.

@@ -174,7 +174,7 @@ def _on_one_gpu(
 
 def _shared_memory(
     rank: Rank, device: torch.device, exchange: Exchange
-) -> Callable[[int], tuple[torch.Tensor, list[int]]]:
+) -> Callable[[int], list[torch.Tensor]]:
     """A function that allocates memory which all ranks of the GPU map, over CUDA IPC.
 
     The other ranks' memory stays mapped as long as the function exists.
@@ -182,20 +182,20 @@ def _shared_memory(
     kept: list[torch.Tensor] = []
     number = itertools.count()
 
-    def allocate(num_bytes: int) -> tuple[torch.Tensor, list[int]]:
+    def allocate(num_bytes: int) -> list[torch.Tensor]:
         own = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # One process may open a handle, so each other rank gets its own.
         given = [None if peer == rank.index else export_handle(own)[1] for peer in range(rank.size)]
         text = json.dumps([handle and handle.to_json() for handle in given])
-        addresses = []
+        memories = []
         for peer, given_text in enumerate(exchange(f"memory-{next(number)}", text)):
             memory = own
             if peer != rank.index:
                 handle = IpcHandle.from_json(json.loads(given_text)[rank.index])
                 memory = open_buffer({uuid_of(device): handle}, device)
                 kept.append(memory)
-            addresses.append(memory.data_ptr())
-        return own, addresses
+            memories.append(memory)
+        return memories
 
     return allocate
 

@@ -9,7 +9,7 @@
 
 `all_gather_each` gathers three small x in one exchange, and others one after the other.
 `reduce_scatter_rows` and `all_gather_rows` are the two halves of a large all-reduce.
-`push_triton.py` describes the protocol.
+`push_triton.py` describes the protocol. What runs beside other work is in `push_copies.py`.
 """
 
 import math
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from finwhale.distributed import push_triton
-from finwhale.distributed.collectives import Collectives
+from finwhale.distributed.collectives import Collectives, Reader
+from finwhale.distributed.push_copies import Allocate, Copies
 from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.errors import EngineDeadError
@@ -34,9 +35,6 @@ POLLS_PER_SECOND = 2_000_000
 TIMEOUT_SECONDS = 60.0
 WORD_BYTES = 4
 HOPPER = (9, 0)
-
-# Allocates bytes that all ranks can write; returns them and the addresses of all ranks' bytes.
-Allocate = Callable[[int], tuple[Tensor, list[int]]]
 
 
 class Push(Collectives):
@@ -80,6 +78,8 @@ class Push(Collectives):
         if self.sizes.fused_tokens > 0 and not ordered:  # see PushSizes.fused_tokens
             block, programs = self.sizes.fused_block, self.sizes.fused_programs
             self._fused = self._channel(WORD_BYTES * block * programs, block=block)
+        faults = self._faults.data_ptr()
+        self._copies = Copies(rank, device, allocate, barrier, self._limit, faults)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         barrier()  # no rank sends before all have poisoned their buffers
@@ -93,7 +93,8 @@ class Push(Collectives):
         dtype = torch.int32 if bulk else torch.int64
         buffer_bytes = 2 * size * capacity * dtype.itemsize
         flag_bytes = programs * size * 4 if bulk else 0
-        memory, addresses = self._allocate(buffer_bytes + flag_bytes)
+        memories = self._allocate(buffer_bytes + flag_bytes)
+        memory, addresses = memories[self.rank.index], [m.data_ptr() for m in memories]
         memory[:buffer_bytes].fill_(POISON)
         memory[buffer_bytes:].zero_()
         pointers = [*addresses, *(address + buffer_bytes for address in addresses)]
@@ -190,6 +191,27 @@ class Push(Collectives):
             push_triton.gather_parts(_words(x), _words(out), part, start, self._bulk, self._early)
         return out
 
+    def start_all_gather_rows(
+        self, x: Tensor, num_rows: int, reader: Reader
+    ) -> Callable[[], Tensor]:
+        width = WORD_BYTES * _row_words(x, num_rows)
+        if not self._copies_rows(num_rows, width, reader):
+            return super().start_all_gather_rows(x, num_rows, reader)
+        return self._copies.start_all_gather_rows(x, num_rows, reader)
+
+    def reduce_scatter_parts(
+        self, part: Callable[[slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> Tensor:
+        num_rows, width = shape[0], shape[1] * dtype.itemsize
+        if width % WORD_BYTES or not self._copies_rows(num_rows, width, "sum"):
+            return super().reduce_scatter_parts(part, shape, dtype)
+        return self._copies.reduce_scatter_parts(part, num_rows, width, "sum", self._early)
+
+    def _copies_rows(self, num_rows: int, width: int, reader: str) -> bool:
+        """Whether the copy engines exchange rows of `width` bytes."""
+        enough = self.rank.rows_per_rank(num_rows) * width >= max(1, self.sizes.copied)
+        return enough and self._copies.has_room(reader, num_rows * width)
+
     def close(self) -> None:
         """Close NCCL. The buffers are freed with this object."""
         self._nccl.close()
@@ -215,11 +237,14 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> Allocate
         RuntimeError: the GPUs have no peer access, or are not in one host.
     """
 
-    def allocate(num_bytes: int) -> tuple[Tensor, list[int]]:
+    def allocate(num_bytes: int) -> list[Tensor]:
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         # torch keeps the handle as long as the memory.
         handle = _SymmetricMemory.rendezvous(memory, group.group_name)
-        return memory, list(handle.buffer_ptrs)
+        peers = range(handle.world_size)
+        memories = [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in peers]
+        memories[handle.rank] = memory
+        return memories
 
     return allocate
 

@@ -15,6 +15,8 @@ class PushSizes:
         two_shot: largest all-reduce in two shots with flags in the words.
         gather: largest all-gather, in bytes of one rank.
         bulk: largest piece of a message with a flag for each program, in bytes of all ranks.
+        copied: the least rows of a rank, in bytes, that copy engines send if other work can run
+            beside them. On two H200s, they then take as long as the kernels (21 to 30 us).
         nccl: all-reduces from this size on use NCCL, unless sums are ordered.
         block: words of a program whose words carry flags; one warp checks them without a barrier.
         bulk_block: words of a program that sends flags for itself.
@@ -29,6 +31,7 @@ class PushSizes:
     two_shot: int
     gather: int = 2**20
     bulk: int = 2**26
+    copied: int = 2**22
     nccl: int = 2**24
     block: int = 128
     warps: int = 1

@@ -13,6 +13,7 @@ the last, even after epochs wrap around.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -394,6 +395,47 @@ def _gather_parts_kernel(
         tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
+@triton.jit(do_not_specialize=["rank"])
+def _await_copies_kernel(flags_ptr, limit_ptr, faults, rank, W: tl.constexpr):
+    """Wait until the other ranks' flags are 1, and clear them (`push_copies.py`)."""
+    j = tl.arange(0, W)
+    flags, is_own = flags_ptr + (rank ^ j), (j == 0).to(tl.int32)
+    limit = tl.load(limit_ptr)
+    came = tl.atomic_add(flags, 0, sem="acquire", scope="sys") | is_own
+    polls = 0
+    while (tl.min(came) == 0) & (polls < limit):
+        came = tl.atomic_add(flags, 0, sem="acquire", scope="sys") | is_own
+        polls += 1
+    if (tl.min(came) == 0) & (limit > 0):
+        report(limit_ptr, faults, came == 0, rank, W)
+    tl.store(flags, 0)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _sum_landed_kernel(
+    x_ptr,
+    out_ptr,
+    landed_ptr,
+    n,
+    part,
+    rank,
+    BFLOAT16: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add to x [n] the other ranks' words: those of rank r begin at word r * part of `landed`."""
+    start_next(PDL)
+    wait_for_last(PDL)
+    inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(x_ptr + inside, mask=inside < n, other=0)
+    j = tl.arange(0, W)[:, None]
+    is_peer = (j > 0) & (inside < n)[None, :]
+    source = landed_ptr + (rank ^ j) * part + inside[None, :]
+    words = tl.load(source, mask=is_peer, other=own[None, :])
+    tl.store(out_ptr + inside, sum_words(words, BFLOAT16, W, BLOCK), mask=inside < n)
+
+
 # --- Launch ---------------------------------------------------------------------------------------
 
 
@@ -506,6 +548,31 @@ def gather_parts(
     """Concatenate the ranks' x, of `part` words each, to out [n]; words as in `reduce_scatter`."""
     count, sizes = min(part - start, channel.capacity), (len(out), part, start)
     _launch(_gather_parts_kernel, count, (x, out), sizes, channel, early, phases)
+
+
+def await_copies(flags: Tensor, limit: Tensor, faults: int, rank: int) -> None:
+    """Wait until the others' flags [size] int32 are 1, and clear them; see Channel for the rest."""
+    _await_copies_kernel[(1,)](flags, limit, faults, rank, W=len(flags), num_warps=1)
+
+
+def sum_landed(
+    x: Tensor, out: Tensor, landed: Tensor, part: int, rank: int, size: int, early: bool
+) -> None:
+    """Add the other ranks' x to this rank's, in the order of `Collectives.all_reduce`.
+
+    Args:
+        x, out: float32 or bfloat16 of whole words.
+        landed: the other ranks' x, as int32 words; those of rank r begin at word r * part.
+    """
+    words, block = x.view(-1).view(torch.int32), 2048
+    _sum_landed_kernel[(triton.cdiv(len(words), block),)](
+        *(words, out.view(-1).view(torch.int32), landed, len(words), part, rank),
+        BFLOAT16=x.dtype == torch.bfloat16,
+        W=size,
+        BLOCK=block,
+        num_warps=8,
+        **launch_options(early),
+    )
 
 
 def part_words(num_words: int, size: int) -> int:

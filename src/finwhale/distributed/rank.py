@@ -28,11 +28,16 @@ class Rank:
         """Number of rows of a rank when the ranks divide `num_rows`. The last may have fewer."""
         return -(-num_rows // self.size)
 
-    def rows(self, num_rows: int) -> slice:
-        """This rank's part of `num_rows` rows."""
+    def rows(self, num_rows: int, index: int | None = None) -> slice:
+        """The part of `num_rows` rows of rank `index`, by default of this rank."""
         count = self.rows_per_rank(num_rows)
-        start = min(self.index * count, num_rows)
+        start = min((self.index if index is None else index) * count, num_rows)
         return slice(start, min(start + count, num_rows))
+
+    def others(self) -> list[int]:
+        """The other ranks. Pairs of ranks come at the same place on both, if the size is 2^n."""
+        order = (self.index ^ i for i in range(1, 1 << (self.size - 1).bit_length()))
+        return [index for index in order if index < self.size]
 
 
 ALONE = Rank(0, 1)

@@ -15,8 +15,8 @@ PREFILL_SIZES = (
 )
 # The most tokens of a captured step with prefill on one GPU, and for each of several. Larger steps
 # gain nothing from a graph: their kernels run longer than the host takes to launch them, which is
-# 2.5 ms a layer with one rank, and 4 to 5 with two (H200s, Intel Xeon).
-CAPTURED_ALONE, CAPTURED_PER_RANK = 2048, 3072
+# 2.5 ms a layer with one rank, and 4 to 8 with two (H200s, Intel Xeon).
+CAPTURED_ALONE, CAPTURED_PER_RANK = 2048, 4096
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -137,8 +137,7 @@ class Attention:
         heads, rotary = self.heads_of(inputs), self.rotary(tables)
         projected = None
         if self.is_token_parallel(inputs):
-            projected = self.gather_and_store(x, inputs, rotary, cache)
-            q_RX = self.own_queries(x)
+            q_RX, projected = self.gather_and_store(x, inputs, rotary, cache)
         else:
             if isinstance(compressor, C4Compressor) and len(x) in self.compressor_first:
                 projected = compressor.project(x)
@@ -150,8 +149,7 @@ class Attention:
                 )
             q_RX = self.project_and_store(x, inputs, rotary, cache)
         index_q = self.prepare_index_q(q_RX, inputs, rotary)
-        if compressor is not None:
-            streams.join(COMPRESS_STREAM)
+        streams.join(COMPRESS_STREAM)
         o_RAC, scales_RS = out = heads.empty_output(q_RX)
         segments.eager(
             self.select_and_attend, q_RX, projected, inputs, rotary, cache, *out, index_q
@@ -207,32 +205,39 @@ class Attention:
             return None
         return compressor.prepare(self.heads_of(inputs).index_queries(q_RX), inputs, rotary)
 
-    def own_queries(self, x_RD: Tensor) -> Tensor:
-        """The queries [R,X] of this rank's tokens for all heads and the indexer."""
-        assert self.all_heads is not None
-        w = self.weights
-        q_lora = self.linear(x_RD, w.wq_a_wkv.rows(0, self.q_lora_rank))
-        return self.linear(self.rms_norm(q_lora, w.q_norm, self.eps), self.all_heads.weights.wq_b)
-
     def gather_and_store(
         self, x_RD: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
-    ) -> Tensor | None:
-        """Write the rows, entries and state of all tokens; returns the argument of `visible`.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the rows, entries and state of all tokens.
 
         A rank projects its own tokens, and the ranks gather the results. For Flash, averaged over
-        the layers, a token's results take about as many bytes as its x.
+        the layers, a token's results take about as many bytes as its x. Meanwhile the rank computes
+        its queries.
+
+        Returns:
+            The queries [R,X] of this rank's tokens for all heads and the indexer; and the argument
+            of `visible`.
         """
-        compressor, ranks, num_tokens = self.compressor, self.ranks, len(inputs.token_ids)
-        projected, both = None, self.weights.wq_a_wkv
+        compressor, ranks, w = self.compressor, self.ranks, self.weights
+        assert self.all_heads is not None
+        num_tokens, both = len(inputs.token_ids), w.wq_a_wkv
         kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
+        gathers = [ranks.start_gather(kv_RC, num_tokens, "window")]
         if compressor is not None:
-            projected = ranks.all_gather_rows(compressor.project(x_RD), num_tokens)
-            write = partial(compressor.write, projected, inputs, rotary, cache)
-            self.side_streams.start(COMPRESS_STREAM, write)
-        kv = ranks.all_gather_rows(kv_RC, num_tokens)
-        window = self.window_rows(inputs, cache)
-        self.store_window_rows(kv, self.row_form(rotary), inputs.tokens, window)
-        return projected
+            own = compressor.project(x_RD)
+            gathers.append(ranks.start_gather(own, num_tokens, "compressor"))
+        q_lora = self.linear(x_RD, both.rows(0, self.q_lora_rank))
+        q_lora = self.rms_norm(q_lora, w.q_norm, self.eps)
+        q_RX = self.linear(q_lora, self.all_heads.weights.wq_b)
+        # Not before: a kernel that waits for rows would keep a part of that GEMM from starting.
+        kv, *projected = [wait() for wait in gathers]
+        form, window = self.row_form(rotary), self.window_rows(inputs, cache)
+        store_rows = partial(self.store_window_rows, kv, form, inputs.tokens, window)
+        self.side_streams.start(COMPRESS_STREAM, store_rows)  # which the caller joins
+        if compressor is None:
+            return q_RX, None
+        compressor.write(projected[0], inputs, rotary, cache)
+        return q_RX, projected[0]
 
     def select_and_attend(
         self,

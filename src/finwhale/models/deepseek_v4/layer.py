@@ -81,7 +81,8 @@ class DecoderLayer:
             y = ranks.all_gather_rows(y, num_tokens)
             total = ranks.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.experts_input((total, post_mix, res_mix, residual))
-        y = ranks.all_gather_rows(y, num_tokens)
+        if ranks.divides_tokens(num_tokens):
+            return self.ffn.of_own_tokens(y, inputs), post_mix, res_mix, residual
         ffn = self.ffn.terms if ranks.can_fuse_reduce(*y.shape) else self.ffn
         return ranks.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 

@@ -71,6 +71,47 @@ class Moe:
         self.side_streams.join(SHARED_STREAM)
         return UnreducedExperts(each, ids, shared, each.dtype)
 
+    def of_own_tokens(self, x_RD: Tensor, inputs: StepInputs) -> Tensor:
+        """The complete outputs [R,D] of this rank's tokens, in a step that the ranks divide.
+
+        A rank computes its part of every expert for the tokens of all ranks. While they are
+        gathered, it runs the shared expert on its own.
+        """
+        gathered = self.ranks.start_gather(x_RD, len(inputs.token_ids), "experts")
+        shared_RD = self.run_shared_expert(x_RD)
+        x_ND = gathered()
+        ids, weights = self.route(x_ND, inputs)
+        if self.routed is not None:
+            self.routed[: len(ids)].copy_(ids)
+        return self.sum_of_ranks(x_ND, ids, weights, shared_RD).to(x_RD.dtype)
+
+    def sum_of_ranks(
+        self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, shared_RD: Tensor
+    ) -> Tensor:
+        """The outputs [R,D] of this rank's tokens, summed over the ranks.
+
+        Args:
+            x_ND, ids_NK, weights_NK: the tokens of all ranks, in the order of the ranks.
+            shared_RD: this rank's part of the shared expert's output for its own tokens.
+        """
+        rank, num_tokens = self.ranks.rank, len(x_ND)
+        own = rank.rows(num_tokens)
+        slices = [rank.rows(num_tokens, other) for other in range(rank.size)]
+
+        def run_others() -> list[Tensor]:
+            return [shared_RD if s == own else self.run_shared_expert(x_ND[s]) for s in slices]
+
+        shared = self.side_streams.start(SHARED_STREAM, run_others)
+        each = self.run_experts(x_ND, ids_NK, weights_NK)
+        self.side_streams.join(SHARED_STREAM)
+
+        def combined(rows: slice) -> Tensor:
+            index = rows.start // rank.rows_per_rank(num_tokens)
+            inside = slice(rows.start - slices[index].start, rows.stop - slices[index].start)
+            return self.combine(each[rows], ids_NK[rows], shared[index][inside])
+
+        return self.ranks.sum_in_parts(combined, (num_tokens, x_ND.shape[1]), each.dtype)
+
     def run_shared_expert(self, x_ND: Tensor) -> Tensor:
         """The output of the shared expert: [N,D]."""
         return self.swiglu_mlp(x_ND, self.weights.shared_experts, self.limit)
@@ -115,6 +156,12 @@ class SharedMoe(Moe):
         if added := lane_rows - len(x_ND):
             fills = (0, -1, 0)  # no expert computes an added row
             rows = [pad(x, (0, 0, 0, added), value=v) for x, v in zip(rows, fills, strict=True)]
+        if ranks.has_many_tokens(ranks.rank.size * lane_rows):
+            x_LD, ids_LK, weights_LK = rows
+            gathered = ranks.start_gather(x_LD, ranks.rank.size * lane_rows, "experts")
+            ids_MK, weights_MK = ranks.gather_tokens(ids_LK, weights_LK)
+            shared_LD = self.run_shared_expert(x_LD)
+            return self.sum_of_ranks(gathered(), ids_MK, weights_MK, shared_LD)[: len(x_ND)]
         x_MD, ids_MK, weights_MK = ranks.gather_tokens(*rows)
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.run_shared_expert(x_MD))
         each = self.run_experts(x_MD, ids_MK, weights_MK)

@@ -16,14 +16,14 @@ ranks.
 Legend: N tokens, R rows of this rank (R = N in steps of few tokens), D hidden, M rows of logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from finwhale.distributed.collectives import Collectives
+from finwhale.distributed.collectives import Collectives, Reader
 from finwhale.distributed.rank import Rank
 from finwhale.ops import Ops
 from finwhale.ops.mhc import FusedReduceMhc
@@ -40,7 +40,7 @@ class TensorParallel:
     """Combines the results of the ranks. All layers of a model share one object.
 
     Every call runs on the current CUDA stream, never on a side stream: all ranks must make the same
-    calls in the same order.
+    calls in the same order. Only the wait for `start_gather` may be on a side stream.
 
     Args:
         mhc: the mHC operators that add the terms of x themselves; None: there are none.
@@ -58,7 +58,11 @@ class TensorParallel:
     def divides_tokens(self, num_tokens: int) -> bool:
         """Whether the ranks divide the tokens between blocks. All ranks decide alike."""
         divides = self.rank.size > 1 and not self.rank.data_parallel
-        return divides and num_tokens >= self.divided_tokens
+        return divides and self.has_many_tokens(num_tokens)
+
+    def has_many_tokens(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens of all ranks is divided, or exchanged beside work."""
+        return num_tokens >= self.divided_tokens
 
     def own_rows(self, x_NX: Tensor) -> Tensor:
         """This rank's rows: [N, ...] -> [R, ...]."""
@@ -109,6 +113,16 @@ class TensorParallel:
         if self.divides_tokens(num_tokens):
             return self._collectives.all_gather_rows(x_RX, num_tokens)
         return x_RX
+
+    def start_gather(self, x_RX: Tensor, num_rows: int, reader: Reader) -> Callable[[], Tensor]:
+        """Begin to gather the rows of all ranks: `Collectives.start_all_gather_rows`."""
+        return self._collectives.start_all_gather_rows(x_RX, num_rows, reader)
+
+    def sum_in_parts(
+        self, part: Callable[[slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> Tensor:
+        """This rank's rows of the sum of partial sums: `Collectives.reduce_scatter_parts`."""
+        return self._collectives.reduce_scatter_parts(part, shape, dtype)
 
     def all_gather_columns(self, part_MX: Tensor) -> Tensor:
         """The columns of all ranks: [M,X] -> [M,X * ranks]."""

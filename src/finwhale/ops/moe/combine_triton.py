@@ -15,7 +15,8 @@ from finwhale.ops.launch.early_launch import launch_options, start_next, wait_fo
 MAX_COLUMNS = 1024  # of a program
 
 
-@triton.jit
+# Some rows of the ids may begin anywhere.
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
 def _sum_kernel(
     pairs_ptr,
     ids_ptr,

@@ -1,0 +1,136 @@
+"""Exchanges of many rows by the copy engines of GPUs with peer access, beside kernels.
+
+A rank copies rows into the memory of each other rank, and then a flag, on one CUDA stream, so that
+the flag arrives after the rows. Copies need no multiprocessor: they run beside GEMMs that occupy
+all of them. A kernel of one program waits for the flags of the other ranks, and clears them. Such
+an exchange needs no count of exchanges, because no rank sends to a reader again before all ranks
+have read what they had (`Collectives.start_all_gather_rows`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from finwhale.distributed import push_triton
+from finwhale.distributed.rank import Rank
+
+FLAG_BYTES = 1024  # at the beginning of a reader's memory
+PIECES = 2  # in which a rank's rows are computed and sent
+# Allocates bytes that all ranks can write; returns those of each rank.
+Allocate = Callable[[int], Sequence[Tensor]]
+
+
+class Copies:
+    """Exchanges rows among ranks. One reader's memory is allocated at its first call, on all ranks.
+
+    Args:
+        allocate, barrier: see `Push`.
+        limit, faults: see `ops.ranks.Channel`.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        device: torch.device,
+        allocate: Allocate,
+        barrier: Callable[[], object],
+        limit: Tensor,
+        faults: int,
+    ) -> None:
+        self._rank, self._allocate, self._barrier = rank, allocate, barrier
+        self._limit, self._faults = limit, faults
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memory: dict[str, Sequence[Tensor]] = {}
+        self._outgrown: list[Sequence[Tensor]] = []  # captured graphs may use them
+
+    def has_room(self, reader: str, num_bytes: int) -> bool:
+        """Whether a reader can get `num_bytes`, which are allocated unless a graph is captured."""
+        memories = self._memory.get(reader)
+        if memories is not None and memories[0].nbytes >= FLAG_BYTES + num_bytes:
+            return True
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            return False
+        if memories is not None:
+            self._outgrown.append(memories)
+        self._memory[reader] = memories = self._allocate(FLAG_BYTES + num_bytes)
+        memories[self._rank.index].zero_()
+        self._barrier()  # no rank sends before all have cleared their flags
+        return True
+
+    def start_all_gather_rows(self, x: Tensor, num_rows: int, reader: str) -> Callable[[], Tensor]:
+        """`Collectives.start_all_gather_rows`; `has_room` must be true for the result."""
+        own, width = self._rank.rows(num_rows), math.prod(x.shape[1:]) * x.itemsize
+        self._begin()
+        for peer in (*self._rank.others(), self._rank.index):
+            self._send(x, reader, peer, own.start * width)
+            self._raise_flag(reader, peer)  # that of this rank itself is not read
+        landed = self._rows(reader, self._rank.index)[: num_rows * width].view(x.dtype)
+
+        def finish() -> Tensor:
+            self._arrive(reader)
+            return landed.view(num_rows, *x.shape[1:])
+
+        return finish
+
+    def reduce_scatter_parts(
+        self, part: Callable[[slice], Tensor], num_rows: int, width: int, reader: str, early: bool
+    ) -> Tensor:
+        """`Collectives.reduce_scatter_parts` of rows of `width` bytes."""
+        rank, sent = self._rank, []
+        part_bytes = rank.rows_per_rank(num_rows) * width
+        for peer in rank.others():
+            rows = rank.rows(num_rows, peer)
+            for piece in _pieces(rows):
+                sent.append(part(piece))  # which must exist until it is copied
+                self._begin()
+                place = rank.index * part_bytes + (piece.start - rows.start) * width
+                self._send(sent[-1], reader, peer, place)
+            self._raise_flag(reader, peer)
+        x = part(rank.rows(num_rows))
+        self._arrive(reader)
+        out = torch.empty_like(x)
+        landed = self._rows(reader, rank.index).view(torch.int32)
+        push_triton.sum_landed(x, out, landed, part_bytes // 4, rank.index, rank.size, early)
+        return out
+
+    def _rows(self, reader: str, rank: int) -> Tensor:
+        return self._memory[reader][rank][FLAG_BYTES:]
+
+    def _flags(self, reader: str, rank: int) -> Tensor:
+        return self._memory[reader][rank][: 4 * self._rank.size].view(torch.int32)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _begin(self) -> None:
+        """Let copies wait for what the current CUDA stream has computed."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def _send(self, x: Tensor, reader: str, peer: int, start: int) -> None:
+        """Copy x to byte `start` of the rows of a rank."""
+        with self._beside():
+            target = self._rows(reader, peer)[start : start + x.nbytes]
+            target.copy_(x.reshape(-1).view(torch.uint8))
+
+    def _raise_flag(self, reader: str, peer: int) -> None:
+        with self._beside():
+            index = self._rank.index
+            self._flags(reader, peer)[index : index + 1].copy_(self._one)
+
+    def _arrive(self, reader: str) -> None:
+        """Let the current CUDA stream wait for this rank's copies and those of the others."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        flags = self._flags(reader, self._rank.index)
+        push_triton.await_copies(flags, self._limit, self._faults, self._rank.index)
+
+
+def _pieces(rows: slice) -> Iterator[slice]:
+    step = max(1, -(-(rows.stop - rows.start) // PIECES))
+    for start in range(rows.start, rows.stop, step):
+        yield slice(start, min(start + step, rows.stop))
