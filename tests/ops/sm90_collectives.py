@@ -55,6 +55,9 @@ def call_collectives(size: int) -> None:
             launch(x, x, over, bfloat16, True)
         x = meta(2**14)
         push_triton.reduce_scatter(x, x, 2**10, 0, bulk, bfloat16, True)
+        values = x.view(torch.bfloat16 if bfloat16 else torch.float32)
+        push_triton.sum_landed(values, values, x, 2**13, 1, size, True)
+    push_triton.await_copies(meta(size), meta(1), FAULTS, 1)
     push_triton.gather_parts(x, x, 2**10, 0, bulk, True)
     width = 129280 // size
     push_triton.all_gather(meta(8 * width), meta(8 * size * width), width, small, True)

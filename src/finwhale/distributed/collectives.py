@@ -131,8 +131,8 @@ class Collectives(Protocol):
     def check(self) -> None:
         """Raise if a collective timed out waiting for a rank. Does not synchronise with the GPU.
 
-        A collective that timed out has returned NaN. The engine calls `check` before it uses
-        results.
+        A collective that timed out has returned NaN or old rows. The engine calls `check` before it
+        uses results.
 
         Raises:
             EngineDeadError: names the missing ranks.
