@@ -8,7 +8,7 @@ from finwhale.bench import offline, start, throughput
 from finwhale.bench.engine import begin_decodes
 from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
 from finwhale.bench.offline import WARM_UP, Bench, Shape, _room
-from finwhale.bench.overhead import stub_engine
+from tools.overhead import stub_engine
 from finwhale.config import EngineConfig
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError

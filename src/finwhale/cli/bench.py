@@ -12,7 +12,6 @@ from finwhale.options import Parser
 
 BENCHMARKS = {
     "accuracy": "compare the logits of a platform's operators with those of the references",
-    "overhead": "measure the host's work in a step, with a stub for the model",
     "offline": "measure whole engine steps, decode and prefill, and their floors",
     "throughput": "measure tokens per second of many requests, and the effect of other requests",
     "start": "measure cold and warm starts: from process start to the first token",

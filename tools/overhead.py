@@ -1,5 +1,7 @@
 """Measure the host's work in an engine step: everything but the work of the device.
 
+    python -m tools.overhead --batches 1 64
+
 The engine runs one step ahead, as on a GPU, but a stub replaces the model and returns tokens at
 once. A step includes planning, pages, the inputs of a captured decode, sampling parameters,
 detokenisation, stop strings and counters. It does not include kernel launches and transfers, which
@@ -21,6 +23,7 @@ from torch import Tensor
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.cli.bench import run_tool
 from finwhale.collection import freeze_heap
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
@@ -47,6 +50,7 @@ from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.options import add_options
 from finwhale.request import SamplingParams
 
+COMMAND = "python -m tools.overhead"
 BATCHES = (1, 64, 256)
 # The limit on the host's time for a step: STEP_US, plus REQUEST_US for each running request, plus
 # RANKS_US with several ranks.
@@ -184,10 +188,10 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `finwhale bench overhead`. Returns 1 if a median exceeds its limit, otherwise 0."""
+    """Run the benchmark. Returns 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
     ranks = (args.tensor_parallel_size or 1) * args.data_parallel_size
-    record = stamp("overhead", argv, ("torch",))
+    record = stamp("overhead", argv, ("torch",), COMMAND)
     record |= {"context": args.context, "tensor_parallel_size": args.tensor_parallel_size or 1}
     record |= {"data_parallel_size": args.data_parallel_size}
     results = []
@@ -200,10 +204,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("overhead", __doc__, "overhead.jsonl")
+    parser = new_parser("overhead", __doc__, "overhead.jsonl", COMMAND)
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
     add("--context", type=int, default=1024, help="length of a prompt")
     add("--steps", type=int, default=400, help="number of steps to time")
     add_options(parser, EngineConfig, ["tensor_parallel_size", "data_parallel_size"])
     return parser
+
+
+if __name__ == "__main__":
+    from tools import overhead
+
+    run_tool(overhead.main)  # not this module's, which the ranks could not import
