@@ -3,12 +3,12 @@
 from types import ModuleType
 
 import pytest
+from tools.overhead import stub_engine
 
 from finwhale.bench import offline, start, throughput
 from finwhale.bench.engine import begin_decodes
 from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
 from finwhale.bench.offline import WARM_UP, Bench, Shape, _room
-from tools.overhead import stub_engine
 from finwhale.config import EngineConfig
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError

@@ -65,9 +65,10 @@ class Copies:
         """`Collectives.start_all_gather_rows`; `has_room` must be true for the result."""
         own, width = self._rank.rows(num_rows), math.prod(x.shape[1:]) * x.itemsize
         self._begin()
-        for peer in (*self._rank.others(), self._rank.index):
+        for peer in self._rank.others():
             self._send(x, reader, peer, own.start * width)
-            self._raise_flag(reader, peer)  # that of this rank itself is not read
+            self._raise_flag(reader, peer)
+        self._send(x, reader, self._rank.index, own.start * width)
         landed = self._rows(reader, self._rank.index)[: num_rows * width].view(x.dtype)
 
         def finish() -> Tensor:
