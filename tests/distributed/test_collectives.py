@@ -51,7 +51,9 @@ def test_rows_are_those_of_the_sum(size: int, num_rows: int) -> None:
     def work(collectives: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
         x = given[collectives.rank.index]
         rows = collectives.reduce_scatter_rows(x)
-        again = collectives.reduce_scatter_parts(lambda some: x[some], x.shape, x.dtype)
+        again = collectives.reduce_scatter_parts(
+            lambda index, some: x[collectives.rank.rows(len(x), index)][some], x.shape, x.dtype
+        )
         assert torch.equal(again, rows)
         gathered = collectives.start_all_gather_rows(rows, num_rows, "experts")
         whole = collectives.all_gather_rows(rows, num_rows)

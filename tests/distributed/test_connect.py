@@ -1,10 +1,14 @@
 """Connecting ranks: the self-check names a faulty rank, a missing rank is named in time."""
 
+import gc
+import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.gloo import Gloo
-from finwhale.distributed.nccl import FromZero, new_group
+from finwhale.distributed.nccl import FromZero, Nccl, new_group
 from finwhale.distributed.peers import Peers
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.distributed.self_check import self_check
@@ -98,8 +102,23 @@ def test_symmetric_memory_gets_the_store_of_its_own(monkeypatch: pytest.MonkeyPa
     c10d._unregister_process_group(group.group_name)
 
 
+def test_the_store_of_symmetric_memory_lives_as_long_as_nccl() -> None:
+    """Memory may be allocated later, and torch keeps no reference."""
+    store = FromZero(HashStore())
+    kept, group = weakref.ref(store), cast(Any, object())
+    nccl = Nccl(Rank(0, 2), group, handle_store=store)
+    del store
+    gc.collect()
+    assert kept() is not None
+    del nccl
+    gc.collect()
+    assert kept() is None
+
+
 class Faulty:
     """Collectives that change one value of what rank 1 sends."""
+
+    beside_bytes = sys.maxsize
 
     def __init__(self, collectives: Collectives, *, sums: bool) -> None:
         self._collectives, self._sums = collectives, sums

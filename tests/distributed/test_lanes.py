@@ -100,6 +100,13 @@ CASES = [
 ]
 
 
+def exchange_beside(executor: LocalExecutor) -> None:
+    """Exchange rows as in steps of many tokens."""
+    model = executor.runner.model
+    assert isinstance(model, DeepseekV4)
+    model.ranks.divided_tokens = 1
+
+
 @pytest.mark.parametrize(("size", "activations", "drafts"), CASES)
 def test_every_lane_computes_the_bits_of_one_rank(
     path: Path, size: int, activations: str, drafts: int
@@ -111,8 +118,11 @@ def test_every_lane_computes_the_bits_of_one_rank(
     used = [lane.scheduler.counts.prompt_tokens for lane in lanes._engine.lanes]
     proposed = lanes.metrics().drafts_proposed[:drafts]
     assert told(lanes.generate(prompts[:1], params[:1])) == found[:1]
+    call_ranks_collectively(lanes._engine.executor, exchange_beside)
+    lanes._engine.reset_prefix_cache()
+    again = told(lanes.generate(prompts, params))
     lanes.close()
-    assert all(used) and all(proposed)
+    assert all(used) and all(proposed) and again == found
     assert found == told(sliced(path, size, activations=activations).generate(prompts, params))
 
 

@@ -243,9 +243,10 @@ def beside_work(pushes: list[Push], given: list[Tensor], lost: int | None = None
         x, (num_rows, width) = given[push.rank.index], given[0].shape
         asked: list[int] = []
 
-        def part(rows: slice) -> Tensor:
-            asked.extend(range(num_rows)[rows])
-            return x[rows].clone()
+        def part(index: int, some: slice) -> Tensor:
+            rows = push.rank.rows(num_rows, index)
+            asked.extend(range(num_rows)[rows][some])
+            return x[rows][some].clone()
 
         total = push.reduce_scatter_parts(part, (num_rows, width), x.dtype)
         assert sorted(asked) == list(range(num_rows))
@@ -253,7 +254,7 @@ def beside_work(pushes: list[Push], given: list[Tensor], lost: int | None = None
 
     for push in running:  # as ranks do at the same time
         for reader in ("sum", "experts"):
-            push._copies.has_room(reader, push.rank.size * given[0].nbytes)
+            push._can_copy(reader, len(given[0]), given[0][0].nbytes)
     with pytest.MonkeyPatch.context() as patch:  # First, all ranks send.
         patch.setattr(Copies, "_arrive", lambda *_: None)
         for push in running:
@@ -296,10 +297,12 @@ def test_few_rows_are_not_copied() -> None:
         patch.setattr(Push, "reduce_scatter_rows", lambda *_: calls.append("sum"))
         x = torch.zeros(31, 64).bfloat16()
         push.start_all_gather_rows(x, 62, "experts")
-        push.reduce_scatter_parts(lambda rows: x.repeat(2, 1)[rows], (62, 64), x.dtype)
-        odd = torch.zeros(4096, 3).bfloat16()
-        push.reduce_scatter_parts(lambda rows: odd[rows], (4096, 3), odd.dtype)
-    assert calls == ["gather", "sum", "sum"]
+        push.reduce_scatter_parts(lambda index, some: x[some], (62, 64), x.dtype)
+        odd = torch.zeros(2048, 3).bfloat16()
+        push.reduce_scatter_parts(lambda index, some: odd[some], (4096, 3), odd.dtype)
+        ints = torch.zeros(64, 64).int()
+        push.reduce_scatter_parts(lambda index, some: ints[some], (128, 64), ints.dtype)
+    assert calls == ["gather", "sum", "sum", "sum"]
     assert not push._copies._memory
 
 
@@ -447,6 +450,9 @@ def test_the_self_check_compiles_what_models_need(
 
     for name in ("one_shot", "two_shot", "all_gather", "reduce_scatter", "gather_parts"):
         monkeypatch.setattr(push_triton, name, noting(name))
+    copied: list[torch.dtype] = []
+    monkeypatch.setattr(push_triton, "await_copies", lambda *_: None)
+    monkeypatch.setattr(push_triton, "sum_landed", lambda x, *_: copied.append(x.dtype))
     (push, *_) = ranks(size, SIZES_OF[size])
     # NCCL does what is too large, and its results do not matter here either.
     push._nccl = SimpleNamespace(  # type: ignore[assignment]
@@ -454,6 +460,7 @@ def test_the_self_check_compiles_what_models_need(
     )
     monkeypatch.setattr(self_check, "_compare", lambda *args: None)
     self_check.self_check(push, CPU)
+    assert copied == (list(DTYPES) if push.beside_bytes < 2**62 else [])
     compiled = set(launched)
     for width in (4096, 7168):
         for rows in (1, 2, 3, 17, 128, 1000, 1024):

@@ -4,9 +4,10 @@ Ranks are threads of which one runs at a time. Copies wait in a queue of each ra
 stream, and happen in order at any time before the rank itself waits for them.
 """
 
+import itertools
 import random
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,16 +30,11 @@ class Schedule:
     """Lets one of several threads run, and changes it, or makes a copy, at random."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self.random, self.queues = (
-            random.Random(seed),
-            [deque[Callable[[], Any]]() for _ in range(size)],
-        )
-        self.change, self.running, self.turn, self.idle = (
-            threading.Condition(),
-            set(range(size)),
-            0,
-            0,
-        )
+        self.random = random.Random(seed)
+        self.queues = [deque[Callable[[], Any]]() for _ in range(size)]
+        self.change = threading.Condition()
+        self.running = set(range(size))
+        self.turn = self.idle = 0
         self.failure: BaseException | None = None
 
     def run(self, work: Callable[[int], None]) -> None:
@@ -122,18 +118,25 @@ def plain_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finwhale.distributed.push_triton.sum_landed", sum_landed)
 
 
-def copies(size: int, seed: int) -> Iterator[Scheduled]:
-    memory: dict[str, list[Tensor]] = {}
-    schedule = Schedule(size, seed)
+def copies(size: int, seed: int) -> list[Scheduled]:
+    """Copies of several ranks, whose memory all of them have reserved."""
+    memories, schedule = defaultdict[int, list[Tensor]](list), Schedule(size, seed)
+    made = []
     for index in range(size):
-        one = Scheduled(Rank(index, size), CPU, list, lambda: None, torch.ones(1), 0)  # type: ignore[arg-type]
+        numbers = itertools.count()
+
+        def allocate(num_bytes: int, numbers: Iterator[int] = numbers) -> list[Tensor]:
+            shared = memories[next(numbers)]
+            if not shared:
+                shared += [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(size)]
+            return shared
+
+        one = Scheduled(Rank(index, size), CPU, allocate, lambda: None, torch.ones(1), 0)
         one.schedule = schedule
         for reader in ("compressor", "window", "experts", "sum"):
-            room = 1024 + size * 4 * WIDTH * -(-ROWS // size)
-            one._memory[reader] = memory.setdefault(
-                reader, [torch.zeros(room, dtype=torch.uint8) for _ in range(size)]
-            )
-        yield one
+            assert one.reserve(reader, size * 4 * WIDTH * -(-ROWS // size))
+        made.append(one)
+    return made
 
 
 def layer(made: Scheduled, number: int) -> None:
@@ -146,8 +149,8 @@ def layer(made: Scheduled, number: int) -> None:
     def own(kind: int) -> Tensor:
         return values(rank.index, number, kind)[rank.rows(ROWS)].clone()
 
-    entries = made.start_all_gather_rows(own(0), ROWS, "compressor")
     window = made.start_all_gather_rows(own(1), ROWS, "window")
+    entries = made.start_all_gather_rows(own(0), ROWS, "compressor")
     found = [entries(), window()]
     step(rank.index)
     assert torch.equal(found[0], whole(0)) and torch.equal(found[1], whole(1))
@@ -155,12 +158,12 @@ def layer(made: Scheduled, number: int) -> None:
     step(rank.index)
     x = gathered()
 
-    def part(rows: slice) -> Tensor:
+    def part(index: int, some: slice) -> Tensor:
         step(rank.index)
         assert torch.equal(x, whole(2))
-        return values(rank.index, number, 3)[rows].clone()
+        return values(rank.index, number, 3)[rank.rows(ROWS, index)][some].clone()
 
-    total = made.reduce_scatter_parts(part, ROWS, 4 * WIDTH, "sum", False)
+    total = made.reduce_scatter_parts(part, ROWS, 4 * WIDTH, False)
     wanted = ref.all_reduce([values(i, number, 3)[rank.rows(ROWS)] for i in range(size)])
     assert torch.equal(total, wanted)
 
@@ -168,7 +171,7 @@ def layer(made: Scheduled, number: int) -> None:
 @pytest.mark.parametrize("size", (2, 4))
 def test_no_schedule_loses_or_overwrites_rows(size: int, plain_sum: None) -> None:
     for seed in range(12):
-        made = list(copies(size, seed))
+        made = copies(size, seed)
 
         def layers(index: int, made: list[Scheduled] = made) -> None:
             for number in range(LAYERS):
@@ -190,7 +193,7 @@ def test_a_reader_that_sends_again_at_once_is_found(plain_sum: None) -> None:
                 assert torch.equal(found[rows], values(i, number, 0)[rows])
 
     def fails(seed: int) -> bool:
-        made = list(copies(2, seed))
+        made = copies(2, seed)
         try:
             made[0].schedule.run(lambda index: twice(made[index]))
         except AssertionError:

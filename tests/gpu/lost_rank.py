@@ -61,7 +61,7 @@ def lose_a_rank(ranks: BenchRanks, args: argparse.Namespace, send: Send) -> None
         sizes = fused_sizes(ranks) if fused else SIZES[ranks.rank.size]
         made = make_push(ranks, sizes, fused=fused, seconds=LOST_SECONDS)
         if name == COPIES:  # which the ranks allocate together
-            made._copies.has_room("experts", 4 * ROWS * WIDTH)
+            made._copies.reserve("experts", 4 * ROWS * WIDTH)
         ranks.barrier()
         start, named = time.perf_counter(), ranks.rank.index == lost
         if not named:

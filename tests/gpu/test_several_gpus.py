@@ -305,6 +305,9 @@ def main(what: str) -> None:
         gc.collect()
         other = here.new_engine(2)
         found.append(here.tokens(other))
+        del other
+        gc.collect()
+        here.tokens(here.new_engine(2, whole_attention=True))  # allocates memory of copies late
         print(json.dumps({"compiled": counts, "tokens": found}), flush=True)
         return
     (worker,) = executor.workers.states()

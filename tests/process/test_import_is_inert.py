@@ -24,6 +24,7 @@ NO_KERNELS = ("cases", "cpu", "layout", "noise", "ref")
 # Ranks on GPUs alone import these, in `connect`.
 BETWEEN_GPUS = (
     "finwhale.distributed.push",
+    "finwhale.distributed.push_copies",
     "finwhale.distributed.push_triton",
     "finwhale.ops.ranks_triton",
 )

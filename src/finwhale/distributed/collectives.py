@@ -4,6 +4,7 @@
 implementations with it.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -22,8 +23,9 @@ class Collectives(Protocol):
     """The operations that combine the tensors of a model's ranks.
 
     Every rank calls the same collectives in the same order, with tensors of one shape and dtype.
-    The input does not change, except where `overwrite` permits it. The result is a new tensor that
-    the caller may keep; a single rank returns its input, or a view of it.
+    The input does not change, except where `overwrite` permits it. Unless a method says otherwise,
+    the result is a new tensor that the caller may keep; a single rank returns its input, or a view
+    of it.
 
     On a GPU a call runs on the current CUDA stream. It can be captured in a CUDA graph; then every
     rank must replay its graph. All calls of a process use one CUDA stream at a time, because they
@@ -31,9 +33,12 @@ class Collectives(Protocol):
 
     Attributes:
         rank: the rank that makes the calls.
+        beside_bytes: from so many bytes of each rank on, `start_all_gather_rows` and
+            `reduce_scatter_parts` exchange rows beside other work.
     """
 
     rank: Rank
+    beside_bytes: int = sys.maxsize
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         """Sum the ranks' x.
@@ -90,7 +95,7 @@ class Collectives(Protocol):
     def start_all_gather_rows(
         self, x: Tensor, num_rows: int, reader: Reader
     ) -> Callable[[], Tensor]:
-        """Begin `all_gather_rows`. Returns a function that waits for the result, on any stream.
+        """Begin `all_gather_rows`. Returns a function that waits for the result.
 
         What is launched before that function is called may run beside the exchange. x must not
         change until then. The result may be read until the next call for the same reader. Between
@@ -101,20 +106,19 @@ class Collectives(Protocol):
         return lambda: rows
 
     def reduce_scatter_parts(
-        self, part: Callable[[slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
+        self, part: Callable[[int, slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
         """`reduce_scatter_rows` of an x that is computed in parts, beside the exchange.
 
         Two calls need another exchange between them, as for `start_all_gather_rows`.
 
         Args:
-            part: computes some rows of x, contiguous; called once for every row, in any order.
+            part: computes some of the rows of x that are those of a rank; the result is contiguous.
+                Called once for every row, in any order.
             shape, dtype: of x.
         """
-        ranks = range(self.rank.size)
-        return self.reduce_scatter_rows(
-            torch.cat([part(self.rank.rows(shape[0], index)) for index in ranks])
-        )
+        x = torch.cat([part(index, slice(None)) for index in range(self.rank.size)])
+        return self.reduce_scatter_rows(x)
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
         """A channel for an operator that adds the ranks' x itself; None: call `all_reduce`.

@@ -134,7 +134,7 @@ def _choose(
     if number > 0:
         handle_store = FromZero(handle_store)
     group = new_group(rank, PrefixStore("finwhale.nccl", store), name, timeout, handle_store)
-    nccl = Nccl(rank, group, ordered=ordered)
+    nccl = Nccl(rank, group, ordered=ordered, handle_store=handle_store)
     nccl.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first call
     lacking = next(filter(None, exchange("access", _lacking_access(rank, device, locations))), None)
     if lacking is not None:

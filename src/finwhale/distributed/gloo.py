@@ -32,6 +32,8 @@ class Gloo(Collectives):
         RuntimeError: a rank did not connect in time.
     """
 
+    beside_bytes = 0  # It waits for every exchange, but models call it as they call `Push`.
+
     def __init__(
         self, rank: Rank, store: Store, timeout: timedelta = TIMEOUT, *, loopback: bool = False
     ) -> None:

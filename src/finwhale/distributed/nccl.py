@@ -56,8 +56,7 @@ def new_group(
     Args:
         name: equal on all ranks, and new in every process, because torch keeps state by name.
         handle_store: the store in which ranks exchange the handles of symmetric memory; None:
-            `store`. The caller must keep a reference until all such memory is allocated; torch
-            keeps none.
+            `store`. `Nccl` keeps it; torch does not.
     """
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -85,11 +84,19 @@ class Nccl(Collectives):
             Otherwise NCCL sums in an order that depends on the message size, and rounds each
             partial sum of bfloat16. All ranks still get the same bits, because NCCL computes each
             element of the sum once and distributes it.
+        handle_store: that of `new_group`, kept for symmetric memory that is allocated later.
     """
 
-    def __init__(self, rank: Rank, group: dist.ProcessGroup, *, ordered: bool = False) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        group: dist.ProcessGroup,
+        *,
+        ordered: bool = False,
+        handle_store: c10d.Store | None = None,
+    ) -> None:
         self.rank = rank
-        self._group, self._ordered = group, ordered
+        self._group, self._ordered, self._handle_store = group, ordered, handle_store
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         if self._ordered:

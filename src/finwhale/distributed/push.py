@@ -64,6 +64,7 @@ class Push(Collectives):
     ) -> None:
         self.rank = rank
         self.sizes = SIZES[rank.size] if sizes is None else sizes
+        self.beside_bytes = self.sizes.copied
         self._nccl, self._ordered = nccl, ordered
         # Kernels start while the previous kernel ends.
         self._early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
@@ -194,23 +195,24 @@ class Push(Collectives):
     def start_all_gather_rows(
         self, x: Tensor, num_rows: int, reader: Reader
     ) -> Callable[[], Tensor]:
-        width = WORD_BYTES * _row_words(x, num_rows)
-        if not self._copies_rows(num_rows, width, reader):
+        if not self._can_copy(reader, num_rows, WORD_BYTES * _row_words(x, num_rows)):
             return super().start_all_gather_rows(x, num_rows, reader)
         return self._copies.start_all_gather_rows(x, num_rows, reader)
 
     def reduce_scatter_parts(
-        self, part: Callable[[slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
+        self, part: Callable[[int, slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
         num_rows, width = shape[0], shape[1] * dtype.itemsize
-        if width % WORD_BYTES or not self._copies_rows(num_rows, width, "sum"):
+        known = dtype in (torch.float32, torch.bfloat16) and width % WORD_BYTES == 0
+        if not known or not self._can_copy("sum", num_rows, width):
             return super().reduce_scatter_parts(part, shape, dtype)
-        return self._copies.reduce_scatter_parts(part, num_rows, width, "sum", self._early)
+        return self._copies.reduce_scatter_parts(part, num_rows, width, self._early)
 
-    def _copies_rows(self, num_rows: int, width: int, reader: str) -> bool:
-        """Whether the copy engines exchange rows of `width` bytes."""
-        enough = self.rank.rows_per_rank(num_rows) * width >= max(1, self.sizes.copied)
-        return enough and self._copies.has_room(reader, num_rows * width)
+    def _can_copy(self, reader: str, num_rows: int, width: int) -> bool:
+        """Reserve memory for rows of `width` bytes; whether the copy engines exchange them."""
+        num_bytes = self.rank.rows_per_rank(num_rows) * width
+        enough = num_bytes >= self.beside_bytes
+        return enough and self._copies.reserve(reader, self.rank.size * num_bytes)
 
     def close(self) -> None:
         """Close NCCL. The buffers are freed with this object."""

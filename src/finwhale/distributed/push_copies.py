@@ -8,7 +8,7 @@ have read what they had (`Collectives.start_all_gather_rows`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,7 +24,7 @@ Allocate = Callable[[int], Sequence[Tensor]]
 
 
 class Copies:
-    """Exchanges rows among ranks. One reader's memory is allocated at its first call, on all ranks.
+    """Exchanges rows among ranks.
 
     Args:
         allocate, barrier: see `Push`.
@@ -45,24 +45,31 @@ class Copies:
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memory: dict[str, Sequence[Tensor]] = {}
-        self._outgrown: list[Sequence[Tensor]] = []  # captured graphs may use them
+        self._outgrown: list[Sequence[Tensor]] = []  # which captured graphs use
+        self._captured = False
 
-    def has_room(self, reader: str, num_bytes: int) -> bool:
-        """Whether a reader can get `num_bytes`, which are allocated unless a graph is captured."""
-        memories = self._memory.get(reader)
-        if memories is not None and memories[0].nbytes >= FLAG_BYTES + num_bytes:
+    def reserve(self, reader: str, num_bytes: int) -> bool:
+        """Give a reader `num_bytes`. All ranks call this together; it may wait for them.
+
+        Returns:
+            False if there are fewer bytes, and a graph is being captured.
+        """
+        capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
+        self._captured |= capturing
+        before = self._memory.get(reader)
+        if before is not None and before[0].nbytes >= FLAG_BYTES + num_bytes:
             return True
-        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+        if capturing:
             return False
-        if memories is not None:
-            self._outgrown.append(memories)
         self._memory[reader] = memories = self._allocate(FLAG_BYTES + num_bytes)
         memories[self._rank.index].zero_()
         self._barrier()  # no rank sends before all have cleared their flags
+        if before is not None and self._captured:
+            self._outgrown.append(before)
         return True
 
     def start_all_gather_rows(self, x: Tensor, num_rows: int, reader: str) -> Callable[[], Tensor]:
-        """`Collectives.start_all_gather_rows`; `has_room` must be true for the result."""
+        """`Collectives.start_all_gather_rows`; `reserve` comes first, for `num_rows`."""
         own, width = self._rank.rows(num_rows), math.prod(x.shape[1:]) * x.itemsize
         self._begin()
         for peer in self._rank.others():
@@ -78,24 +85,26 @@ class Copies:
         return finish
 
     def reduce_scatter_parts(
-        self, part: Callable[[slice], Tensor], num_rows: int, width: int, reader: str, early: bool
+        self, part: Callable[[int, slice], Tensor], num_rows: int, width: int, early: bool
     ) -> Tensor:
-        """`Collectives.reduce_scatter_parts` of rows of `width` bytes."""
+        """`Collectives.reduce_scatter_parts` of rows of `width` bytes.
+
+        `reserve` comes first: for "sum", and the same number of rows for each rank.
+        """
         rank, sent = self._rank, []
-        part_bytes = rank.rows_per_rank(num_rows) * width
+        most = rank.rows_per_rank(num_rows)
+        step = -(-most // PIECES)
         for peer in rank.others():
-            rows = rank.rows(num_rows, peer)
-            for piece in _pieces(rows):
-                sent.append(part(piece))  # which must exist until it is copied
+            for start in range(0, most, step):
+                sent.append(part(peer, slice(start, start + step)))  # exists until it is copied
                 self._begin()
-                place = rank.index * part_bytes + (piece.start - rows.start) * width
-                self._send(sent[-1], reader, peer, place)
-            self._raise_flag(reader, peer)
-        x = part(rank.rows(num_rows))
-        self._arrive(reader)
+                self._send(sent[-1], "sum", peer, (rank.index * most + start) * width)
+            self._raise_flag("sum", peer)
+        x = part(rank.index, slice(None))
+        self._arrive("sum")
         out = torch.empty_like(x)
-        landed = self._rows(reader, rank.index).view(torch.int32)
-        push_triton.sum_landed(x, out, landed, part_bytes // 4, rank.index, rank.size, early)
+        landed = self._rows("sum", rank.index).view(torch.int32)
+        push_triton.sum_landed(x, out, landed, most * width // 4, rank.index, rank.size, early)
         return out
 
     def _rows(self, reader: str, rank: int) -> Tensor:
@@ -129,9 +138,3 @@ class Copies:
             torch.cuda.current_stream().wait_stream(self._stream)
         flags = self._flags(reader, self._rank.index)
         push_triton.await_copies(flags, self._limit, self._faults, self._rank.index)
-
-
-def _pieces(rows: slice) -> Iterator[slice]:
-    step = max(1, -(-(rows.stop - rows.start) // PIECES))
-    for start in range(rows.start, rows.stop, step):
-        yield slice(start, min(start + step, rows.stop))

@@ -35,9 +35,8 @@ class Rank:
         return slice(start, min(start + count, num_rows))
 
     def others(self) -> list[int]:
-        """The other ranks. Pairs of ranks come at the same place on both, if the size is 2^n."""
-        order = (self.index ^ i for i in range(1, 1 << (self.size - 1).bit_length()))
-        return [index for index in order if index < self.size]
+        """The other ranks of 2, 4 or 8, in an order in which ranks exchange in pairs."""
+        return [self.index ^ i for i in range(1, self.size)]
 
 
 ALONE = Rank(0, 1)

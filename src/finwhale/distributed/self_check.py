@@ -1,5 +1,7 @@
 """A check of new collectives: compares their results for known tensors with the references."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ LENGTHS = (WIDTH, 2**12 + WIDTH, 2**18, 2**20 + WIDTH)
 # compiles one kernel if each row has a multiple of 8 candidates (LENGTHS use it, too), one if only
 # all rows together do, and one for other numbers.
 ROWS = (1, 8)
+# Exchanges beside other work: values of a row, and the most bytes of a rank that are checked.
+ROW, MOST_BESIDE = 1024, 2**24
 
 
 def self_check(collectives: Collectives, device: torch.device) -> None:
@@ -48,6 +52,8 @@ def self_check(collectives: Collectives, device: torch.device) -> None:
             _compare(collectives, rows, wanted[rank.rows(len(wanted))], "all ranks")
             whole = collectives.all_gather_rows(rows, len(wanted))
             _compare(collectives, whole, wanted, "all ranks")
+    if collectives.beside_bytes <= MOST_BESIDE:
+        _check_beside(collectives, device)
     if rank.data_parallel:
         sent = [[_known(i, length, device) for length in (WIDTH, 3, 5)] for i in range(rank.size)]
         for number, whole in enumerate(collectives.all_gather_each(sent[rank.index])):
@@ -58,6 +64,26 @@ def self_check(collectives: Collectives, device: torch.device) -> None:
         gathered = collectives.all_gather(known[rank.index], 1)
         for sender, column in enumerate(gathered.split(1, 1)):
             _compare(collectives, column, known[sender], f"rank {sender}")
+
+
+def _check_beside(collectives: Collectives, device: torch.device) -> None:
+    """Check the exchanges of the fewest rows that run beside other work."""
+    rank = collectives.rank
+    num_rows = rank.size * max(1, collectives.beside_bytes // (2 * ROW))
+    shape = num_rows, ROW
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [_known(p, num_rows * ROW, device).view(shape).to(dtype) for p in range(rank.size)]
+        own = rank.rows(num_rows)
+        gathered = collectives.start_all_gather_rows(parts[0][own], num_rows, "experts")
+        _compare(collectives, gathered(), parts[0], "all ranks")
+        of_ranks = [parts[rank.index][rank.rows(num_rows, index)] for index in range(rank.size)]
+        add = partial(_rows_of, of_ranks)
+        total = collectives.reduce_scatter_parts(add, shape, dtype)
+        _compare(collectives, total, ref.all_reduce(parts)[own], "all ranks")
+
+
+def _rows_of(of_ranks: list[Tensor], index: int, some: slice) -> Tensor:
+    return of_ranks[index][some]
 
 
 def _known(index: int, length: int, device: torch.device) -> Tensor:

@@ -13,9 +13,9 @@ PREFILL_SIZES = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     *(2304, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384),
 )
-# The most tokens of a captured step with prefill on one GPU, and for each of several. Larger steps
-# gain nothing from a graph: their kernels run longer than the host takes to launch them, which is
-# 2.5 ms a layer with one rank, and 4 to 8 with two (H200s, Intel Xeon).
+# The most tokens of a captured step with prefill on one GPU, and for each of several. The kernels
+# of larger steps run longer than most hosts take to launch them: 2.5 ms a layer with one rank, and
+# 4 to 8 with two (H200s, Intel Xeon), where the kernels of 8,192 tokens take 5.
 CAPTURED_ALONE, CAPTURED_PER_RANK = 2048, 4096
 
 

@@ -149,7 +149,8 @@ class Attention:
                 )
             q_RX = self.project_and_store(x, inputs, rotary, cache)
         index_q = self.prepare_index_q(q_RX, inputs, rotary)
-        streams.join(COMPRESS_STREAM)
+        if compressor is not None:
+            streams.join(COMPRESS_STREAM)
         o_RAC, scales_RS = out = heads.empty_output(q_RX)
         segments.eager(
             self.select_and_attend, q_RX, projected, inputs, rotary, cache, *out, index_q
@@ -233,11 +234,11 @@ class Attention:
         kv, *projected = [wait() for wait in gathers]
         form, window = self.row_form(rotary), self.window_rows(inputs, cache)
         store_rows = partial(self.store_window_rows, kv, form, inputs.tokens, window)
-        self.side_streams.start(COMPRESS_STREAM, store_rows)  # which the caller joins
-        if compressor is None:
-            return q_RX, None
-        compressor.write(projected[0], inputs, rotary, cache)
-        return q_RX, projected[0]
+        self.side_streams.start(COMPRESS_STREAM, store_rows)
+        if compressor is not None:
+            compressor.write(projected[0], inputs, rotary, cache)
+        self.side_streams.join(COMPRESS_STREAM)
+        return q_RX, projected[0] if projected else None
 
     def select_and_attend(
         self,

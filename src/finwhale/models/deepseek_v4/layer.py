@@ -44,7 +44,8 @@ class DecoderLayer:
     layers too.
 
     A block's output is a partial sum, except that of attention if the rank attends to its own
-    tokens with all heads (`Attention.is_token_parallel`). The layer sums it over all ranks, or
+    tokens with all heads (`Attention.is_token_parallel`), and that of the experts if they exchange
+    rows beside other work (`Moe.of_own_tokens`). The layer sums it over all ranks, or
     passes its terms to the next mHC operator: a `PartialSum`, or the experts' outputs
     (`TensorParallel`). In steps of many tokens, arguments and results have only this rank's rows,
     and the ranks gather the blocks' inputs.
@@ -81,8 +82,9 @@ class DecoderLayer:
             y = ranks.all_gather_rows(y, num_tokens)
             total = ranks.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.experts_input((total, post_mix, res_mix, residual))
-        if ranks.divides_tokens(num_tokens):
+        if ranks.divides_tokens(num_tokens) and ranks.exchanges_beside(num_tokens, y):
             return self.ffn.of_own_tokens(y, inputs), post_mix, res_mix, residual
+        y = ranks.all_gather_rows(y, num_tokens)
         ffn = self.ffn.terms if ranks.can_fuse_reduce(*y.shape) else self.ffn
         return ranks.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 

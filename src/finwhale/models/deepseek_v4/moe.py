@@ -29,7 +29,8 @@ class MoeWeights:
 class Moe:
     """Mixture of experts: maps x [N,D] to [N,D].
 
-    The result is the partial sum over this rank's part of every expert's width.
+    The result is the partial sum over this rank's part of every expert's width, except that of
+    `of_own_tokens`.
 
     Args:
         sizes: E, K, the factor of routing weights, and the limit of SwiGLU's inputs.
@@ -74,8 +75,8 @@ class Moe:
     def of_own_tokens(self, x_RD: Tensor, inputs: StepInputs) -> Tensor:
         """The complete outputs [R,D] of this rank's tokens, in a step that the ranks divide.
 
-        A rank computes its part of every expert for the tokens of all ranks. While they are
-        gathered, it runs the shared expert on its own.
+        A rank computes its part of every expert for the tokens of all ranks. While these are
+        gathered, it runs the shared expert on its own tokens.
         """
         gathered = self.ranks.start_gather(x_RD, len(inputs.token_ids), "experts")
         shared_RD = self.run_shared_expert(x_RD)
@@ -94,23 +95,23 @@ class Moe:
             x_ND, ids_NK, weights_NK: the tokens of all ranks, in the order of the ranks.
             shared_RD: this rank's part of the shared expert's output for its own tokens.
         """
-        rank, num_tokens = self.ranks.rank, len(x_ND)
-        own = rank.rows(num_tokens)
-        slices = [rank.rows(num_tokens, other) for other in range(rank.size)]
+        rank = self.ranks.rank
+        rows = [rank.rows(len(x_ND), index) for index in range(rank.size)]
 
-        def run_others() -> list[Tensor]:
-            return [shared_RD if s == own else self.run_shared_expert(x_ND[s]) for s in slices]
+        def run_shared(index: int) -> Tensor:
+            return shared_RD if index == rank.index else self.run_shared_expert(x_ND[rows[index]])
 
-        shared = self.side_streams.start(SHARED_STREAM, run_others)
+        shared = self.side_streams.start(
+            SHARED_STREAM, lambda: list(map(run_shared, range(rank.size)))
+        )
         each = self.run_experts(x_ND, ids_NK, weights_NK)
         self.side_streams.join(SHARED_STREAM)
 
-        def combined(rows: slice) -> Tensor:
-            index = rows.start // rank.rows_per_rank(num_tokens)
-            inside = slice(rows.start - slices[index].start, rows.stop - slices[index].start)
-            return self.combine(each[rows], ids_NK[rows], shared[index][inside])
+        def combined(index: int, some: slice) -> Tensor:
+            own = rows[index]
+            return self.combine(each[own][some], ids_NK[own][some], shared[index][some])
 
-        return self.ranks.sum_in_parts(combined, (num_tokens, x_ND.shape[1]), each.dtype)
+        return self.ranks.sum_in_parts(combined, (len(x_ND), x_ND.shape[1]), each.dtype)
 
     def run_shared_expert(self, x_ND: Tensor) -> Tensor:
         """The output of the shared expert: [N,D]."""
@@ -156,9 +157,10 @@ class SharedMoe(Moe):
         if added := lane_rows - len(x_ND):
             fills = (0, -1, 0)  # no expert computes an added row
             rows = [pad(x, (0, 0, 0, added), value=v) for x, v in zip(rows, fills, strict=True)]
-        if ranks.has_many_tokens(ranks.rank.size * lane_rows):
+        num_rows = ranks.rank.size * lane_rows
+        if ranks.exchanges_beside(num_rows, x_ND):
             x_LD, ids_LK, weights_LK = rows
-            gathered = ranks.start_gather(x_LD, ranks.rank.size * lane_rows, "experts")
+            gathered = ranks.start_gather(x_LD, num_rows, "experts")
             ids_MK, weights_MK = ranks.gather_tokens(ids_LK, weights_LK)
             shared_LD = self.run_shared_expert(x_LD)
             return self.sum_of_ranks(gathered(), ids_MK, weights_MK, shared_LD)[: len(x_ND)]

@@ -40,7 +40,7 @@ class TensorParallel:
     """Combines the results of the ranks. All layers of a model share one object.
 
     Every call runs on the current CUDA stream, never on a side stream: all ranks must make the same
-    calls in the same order. Only the wait for `start_gather` may be on a side stream.
+    calls in the same order.
 
     Args:
         mhc: the mHC operators that add the terms of x themselves; None: there are none.
@@ -58,11 +58,16 @@ class TensorParallel:
     def divides_tokens(self, num_tokens: int) -> bool:
         """Whether the ranks divide the tokens between blocks. All ranks decide alike."""
         divides = self.rank.size > 1 and not self.rank.data_parallel
-        return divides and self.has_many_tokens(num_tokens)
+        return divides and num_tokens >= self.divided_tokens
 
-    def has_many_tokens(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens of all ranks is divided, or exchanged beside work."""
-        return num_tokens >= self.divided_tokens
+    def exchanges_beside(self, num_tokens: int, x: Tensor) -> bool:
+        """Whether the rows of x [.., D] of a step's tokens are exchanged beside other work.
+
+        num_tokens: of all ranks. All ranks decide alike.
+        """
+        num_bytes = self.rank.rows_per_rank(num_tokens) * x.shape[-1] * x.itemsize
+        many = self.rank.size > 1 and num_tokens >= self.divided_tokens
+        return many and num_bytes >= self._collectives.beside_bytes
 
     def own_rows(self, x_NX: Tensor) -> Tensor:
         """This rank's rows: [N, ...] -> [R, ...]."""
@@ -119,7 +124,7 @@ class TensorParallel:
         return self._collectives.start_all_gather_rows(x_RX, num_rows, reader)
 
     def sum_in_parts(
-        self, part: Callable[[slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
+        self, part: Callable[[int, slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
         """This rank's rows of the sum of partial sums: `Collectives.reduce_scatter_parts`."""
         return self._collectives.reduce_scatter_parts(part, shape, dtype)
@@ -140,7 +145,7 @@ class TensorParallel:
     def without_collectives(self) -> Iterator[None]:
         """Skip collectives inside this context. Results do not depend on other ranks."""
         kept = self._collectives
-        self._collectives = NoCollectives(self.rank)
+        self._collectives = NoCollectives(self.rank, kept.beside_bytes)
         try:
             yield
         finally:
@@ -182,6 +187,7 @@ class NoCollectives(Collectives):
     """Collectives without communication. They return tensors of the right shape."""
 
     rank: Rank
+    beside_bytes: int = 0
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return x
