@@ -2,9 +2,10 @@
 
     python -m tools.prefill_timeline --config flash --layers 12 --dummy --tensor-parallel-size 2
 
-Prints how long prompts take; the time and the number of launches of each kernel in a layer, on
-average; and all kernels and copies of one layer in order, indented by their CUDA stream. Data-
-parallel ranks read as many prompts as there are ranks. The profile adds some time of its own.
+Prints how long a prefill takes; the time and the number of launches of each kernel, divided by the
+number of layers; and all kernels and copies from one layer's attention to the next one's, in order,
+indented by their CUDA stream. Each data-parallel rank has a prompt. A prompt that is longer than a
+step takes several, which all count. The profile adds some time of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError
 from finwhale.options import Parser
 
-# A layer begins with this kernel.
-FIRST = "_attend_kernel"
+ATTENTION = "_attend_kernel"
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -67,7 +67,10 @@ def by_kernel(found: Sequence[Launch], layers: int) -> Iterator[str]:
 
 def of_layer(found: Sequence[Launch], number: int) -> Iterator[str]:
     """A line for each launch from attention of layer `number` to that of the next layer."""
-    first, last = [i for i, launch in enumerate(found) if FIRST in launch.name][number:][:2]
+    attention = [i for i, launch in enumerate(found) if ATTENTION in launch.name]
+    if not 0 <= number < len(attention) - 1:
+        raise FinwhaleError(f"the profile has no layer {number} with another one after it")
+    first, last = attention[number : number + 2]
     streams: dict[int, int] = {}
     for launch in found[first : last + 1]:
         indent = "    " * streams.setdefault(launch.stream, len(streams))
@@ -75,8 +78,8 @@ def of_layer(found: Sequence[Launch], number: int) -> Iterator[str]:
         yield f"{after:9.1f} {launch.duration:8.1f}  {indent}{launch.name[:60]}"
 
 
-def read(engine: Engine, draw: random.Random, num_tokens: int) -> float:
-    """Read prompts of random tokens, one on each data-parallel rank; returns milliseconds."""
+def run_prefill(engine: Engine, draw: random.Random, num_tokens: int) -> float:
+    """Prefill prompts of random tokens, one for each data-parallel rank; returns milliseconds."""
     ids = range(engine.model_config.vocab_size)
     prompts = [draw.choices(ids, k=num_tokens) for _ in engine.lanes]
     before = time.perf_counter()
@@ -98,11 +101,11 @@ def main(argv: Sequence[str]) -> int:
     engine, _ = open_engine(args, max(args.tokens) + 1)
     draw = random.Random(0)
     for tokens in args.tokens:
-        read(engine, draw, tokens)
-        times = [read(engine, draw, tokens) for _ in range(8)]
+        run_prefill(engine, draw, tokens)
+        times = [run_prefill(engine, draw, tokens) for _ in range(8)]
         print(f"{tokens} tokens: {statistics.median(times):.2f} ms, at least {min(times):.2f}")
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        read(engine, draw, args.tokens[0])
+        run_prefill(engine, draw, args.tokens[0])
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))

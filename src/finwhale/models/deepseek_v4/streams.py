@@ -15,10 +15,11 @@ PRIORITIES = (0, 0, -1)
 class SideStreams:
     """Three side CUDA streams. Without a GPU, or unless `wanted`, all work runs in order.
 
-    DeepSeek-V4 runs compressors and the draft head's features on the first, DeepSeek-V4.1 a block's
-    mixes. Both run the shared expert on the second (moe.py). The third has a high priority: V4
-    writes the draft head's context there, which would otherwise wait until all programs of the LM
-    head have started, and V4.1 reads Engram's rows. CUDA graphs can capture all of them.
+    DeepSeek-V4 runs compressors and the draft head's features on the first, and in attention by
+    tokens writes the window's rows there; DeepSeek-V4.1 runs a block's mixes on it. Both run the
+    shared expert on the second (moe.py). The third has a high priority: V4 writes the draft head's
+    context there, which would otherwise wait until all programs of the LM head have started, and
+    V4.1 reads Engram's rows. CUDA graphs can capture all of them.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True) -> None:
