@@ -270,8 +270,8 @@ def beside_work(pushes: list[Push], given: list[Tensor], lost: int | None = None
 @pytest.mark.parametrize("size", (2, 4, 8))
 def test_copied_rows_equal_the_reference(size: int) -> None:
     pushes = ranks(size, replace(SIZES, copied=64))
-    # Equal shares, more than the memory had room for, and a smaller last one.
-    cases = [(16, 32, torch.float32), (24, 64, torch.bfloat16), (13, 64, torch.bfloat16)]
+    # A smaller last share, equal ones, and more than the memory had room for.
+    cases = [(13, 64, torch.bfloat16), (16, 32, torch.float32), (24, 64, torch.bfloat16)]
     for turn, (num_rows, width, dtype) in enumerate(cases):
         given = parts(size, (num_rows, width), dtype, turn)
         for found in beside_work(pushes, given):
