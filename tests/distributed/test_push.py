@@ -261,7 +261,7 @@ def beside_work(pushes: list[Push], given: list[Tensor], lost: int | None = None
             add(push)
     sums = [(push, add(push)) for push in running]
     for push in running:  # which has flags of later ranks' second calls
-        push._copies._flags("sum", push.rank.index).zero_()
+        push._copies._flags("sum", push.rank.index)[push.rank.others()] = 0
     num_rows = len(given[0])
     begun = [push.start_all_gather_rows(total, num_rows, "experts") for push, total in sums]
     return [finish() for finish in begun]

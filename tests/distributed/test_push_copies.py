@@ -1,7 +1,7 @@
 """The protocol of `push_copies.py` under random schedules, in plain Python without kernels.
 
-Ranks are threads of which one runs at a time. Copies wait in a queue of each rank, as on its CUDA
-stream, and happen in order at any time before the rank itself waits for them.
+Each rank is a thread, and one thread runs at a time. A queue holds the copies of a rank, as its
+CUDA stream does. They happen in order, at any time before the rank itself waits for them.
 """
 
 import itertools
@@ -94,11 +94,10 @@ class Scheduled(Copies):
         self.schedule.step(self._rank.index)
 
     def _arrive(self, reader: str) -> None:
-        index, size = self._rank.index, self._rank.size
-        flags = self._flags(reader, index)
-        while self.schedule.queues[index] or int(flags.sum()) < size - 1:
+        index, flags = self._rank.index, self._flags(reader, self._rank.index)
+        while self.schedule.queues[index] or not flags.all():
             self.schedule.step(index, blocked=not self.schedule.queues[index])
-        flags.zero_()
+        flags[self._rank.others()] = 0
 
 
 def values(rank: int, layer: int, kind: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Exchanges of many rows by the copy engines of GPUs with peer access, beside kernels.
 
-A rank copies rows into the memory of each other rank, and then a flag, on one CUDA stream, so that
+On one CUDA stream, a rank copies its rows and then a flag into the memory of every other rank. So
 the flag arrives after the rows. Copies need no multiprocessor: they run beside GEMMs that occupy
 all of them. A kernel of one program waits for the flags of the other ranks, and clears them. Such
 an exchange needs no count of exchanges, because no rank sends to a reader again before all ranks
@@ -19,7 +19,7 @@ from finwhale.distributed.rank import Rank
 
 FLAG_BYTES = 1024  # at the beginning of a reader's memory
 PIECES = 2  # in which a rank's rows are computed and sent
-# Allocates bytes that all ranks can write; returns those of each rank.
+# Allocates bytes on every rank, which all ranks can write. Returns the bytes of each rank.
 Allocate = Callable[[int], Sequence[Tensor]]
 
 
@@ -63,6 +63,7 @@ class Copies:
             return False
         self._memory[reader] = memories = self._allocate(FLAG_BYTES + num_bytes)
         memories[self._rank.index].zero_()
+        self._flags(reader, self._rank.index)[self._rank.index] = 1  # a rank waits for others only
         self._barrier()  # no rank sends before all have cleared their flags
         if before is not None and self._captured:
             self._outgrown.append(before)

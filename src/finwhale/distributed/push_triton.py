@@ -397,18 +397,10 @@ def _gather_parts_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def _await_copies_kernel(flags_ptr, limit_ptr, faults, rank, W: tl.constexpr):
-    """Wait until the other ranks' flags are 1, and clear them (`push_copies.py`)."""
-    j = tl.arange(0, W)
-    flags, is_own = flags_ptr + (rank ^ j), (j == 0).to(tl.int32)
-    limit = tl.load(limit_ptr)
-    came = tl.atomic_add(flags, 0, sem="acquire", scope="sys") | is_own
-    polls = 0
-    while (tl.min(came) == 0) & (polls < limit):
-        came = tl.atomic_add(flags, 0, sem="acquire", scope="sys") | is_own
-        polls += 1
-    if (tl.min(came) == 0) & (limit > 0):
-        report(limit_ptr, faults, came == 0, rank, W)
-    tl.store(flags, 0)
+    """Wait until all ranks' flags are 1, and clear those of the others (`push_copies.py`)."""
+    _await_flags(flags_ptr, limit_ptr, faults, 1, rank, W)
+    peer = tl.arange(0, W)
+    tl.store(flags_ptr + peer, 0, mask=peer != rank)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -551,7 +543,7 @@ def gather_parts(
 
 
 def await_copies(flags: Tensor, limit: Tensor, faults: int, rank: int) -> None:
-    """Wait until the others' flags [size] int32 are 1, and clear them; see Channel for the rest."""
+    """Wait for all ranks' flags [size] int32, and clear those of the others. See Channel."""
     _await_copies_kernel[(1,)](flags, limit, faults, rank, W=len(flags), num_warps=1)
 
 

@@ -65,9 +65,7 @@ class Moe:
     def terms(self, x_ND: Tensor, inputs: StepInputs) -> UnreducedExperts:
         """The outputs of the experts, which `__call__` adds."""
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.run_shared_expert(x_ND))
-        ids, weights = self.route(x_ND, inputs)
-        if self.routed is not None:
-            self.routed[: len(ids)].copy_(ids)
+        ids, weights = self.choose(x_ND, inputs)
         each = self.run_experts(x_ND, ids, weights)
         self.side_streams.join(SHARED_STREAM)
         return UnreducedExperts(each, ids, shared, each.dtype)
@@ -81,9 +79,7 @@ class Moe:
         gathered = self.ranks.start_gather(x_RD, len(inputs.token_ids), "experts")
         shared_RD = self.run_shared_expert(x_RD)
         x_ND = gathered()
-        ids, weights = self.route(x_ND, inputs)
-        if self.routed is not None:
-            self.routed[: len(ids)].copy_(ids)
+        ids, weights = self.choose(x_ND, inputs)
         return self.sum_of_ranks(x_ND, ids, weights, shared_RD).to(x_RD.dtype)
 
     def sum_of_ranks(
@@ -117,6 +113,13 @@ class Moe:
         """The output of the shared expert: [N,D]."""
         return self.swiglu_mlp(x_ND, self.weights.shared_experts, self.limit)
 
+    def choose(self, x_ND: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """`route`, and write the ids to `routed` if that is wanted."""
+        ids, weights = self.route(x_ND, inputs)
+        if self.routed is not None:
+            self.routed[: len(ids)].copy_(ids)
+        return ids, weights
+
     def route(self, x_ND: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Choose K experts for each token. Returns their ids and routing weights, both [N,K]."""
         w, positions = self.weights, inputs.tokens.positions
@@ -141,9 +144,7 @@ class SharedMoe(Moe):
     """
 
     def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
-        ids, weights = self.route(x_ND, inputs)
-        if self.routed is not None:
-            self.routed[: len(ids)].copy_(ids)
+        ids, weights = self.choose(x_ND, inputs)
         return self._serve(x_ND, ids, weights, inputs.lane_rows)
 
     def serve_others(self, x_0D: Tensor, lane_rows: int) -> None:
