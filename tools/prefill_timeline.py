@@ -2,10 +2,12 @@
 
     python -m tools.prefill_timeline --config flash --layers 12 --dummy --tensor-parallel-size 2
 
-Prints how long a prefill takes; the time and the number of launches of each kernel, divided by the
-number of layers; and all kernels and copies from one layer's attention to the next one's, in order,
-indented by their CUDA stream. Each data-parallel rank has a prompt. A prompt that is longer than a
-step takes several, which all count. The profile adds some time of its own.
+First, the tool prints how long a prefill takes. Then it prints a table of kernels: the time and the
+number of launches of each, divided by the number of layers. At last, it prints the kernels and
+copies from one layer's attention to the next one's, in order. The indent shows the CUDA stream.
+
+Each data-parallel rank has a prompt. The table counts all steps of a prompt. The profile adds some
+time of its own.
 """
 
 from __future__ import annotations

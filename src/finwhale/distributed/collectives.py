@@ -15,7 +15,7 @@ from finwhale.distributed import ref
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops.ranks import Channel
 
-# Who reads the result of an exchange that other work runs beside.
+# What reads gathered rows. Each reader has its own memory for them.
 Reader = Literal["experts", "compressor", "window"]
 
 

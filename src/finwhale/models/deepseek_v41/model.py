@@ -230,7 +230,7 @@ class DeepseekV41(DeepseekModel):
         return self._forward(self._one_of_each(), inputs, cache, segments)
 
     def _one_of_each(self) -> list[DecoderLayer]:
-        """Find one layer of each kind, and every layer whose streams the draft head reads."""
+        """The layers whose streams the draft head reads, and one layer of each other kind."""
         config, found = self.config, dict[object, DecoderLayer]()
         targets = () if config.dspark is None else config.dspark.target_layer_ids
         for number, layer in enumerate(self.layers):
