@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.test_v41_engine import wide
 from tests.support.integrity import check_engine
 from tests.support.processes import importable_tests
 from tests.support.stepping import Stepper
@@ -38,8 +39,6 @@ from finwhale.engine.store.opening import attach_store
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import Weights
-
-from .test_v41_engine import wide
 
 pytestmark = [
     pytest.mark.alone,
