@@ -150,7 +150,7 @@ class Digest:
     def _noting(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noted(streams: Tensor, *args: Any) -> Tensor:
             logits = compute(streams, *args)
-            for tensor in (streams, self._ranks.all_gather_columns(logits)):
+            for tensor in (streams, self._ranks.collectives.all_gather(logits, 1)):
                 self._hash.update(tensor.contiguous().numpy().tobytes())
             return logits
 
@@ -206,7 +206,7 @@ def forward(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
         read.append(stepper.step(parts)[0])
     streams, model = torch.cat(read), stepper.runner.model
     assert isinstance(model, DeepseekV4)
-    return streams, model.ranks.all_gather_columns(model.compute_logits(streams))
+    return streams, model.ranks.collectives.all_gather(model.compute_logits(streams), 1)
 
 
 @torch.inference_mode()
@@ -221,7 +221,7 @@ def mtp(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
     assert head is not None and stepper.inputs is not None
     following = torch.tensor(text[1:])
     found = head(stepper.inputs, streams, following, runner.cache, runner.segments)
-    return found, runner.model.ranks.all_gather_columns(head.compute_logits(found))
+    return found, runner.model.ranks.collectives.all_gather(head.compute_logits(found), 1)
 
 
 Outputs = list[tuple[list[list[int]], str | None, int]]

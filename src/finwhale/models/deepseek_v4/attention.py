@@ -223,10 +223,10 @@ class Attention:
         assert self.all_heads is not None
         num_tokens, both = len(inputs.token_ids), w.wq_a_wkv
         kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
-        gathers = [ranks.start_gather(kv_RC, num_tokens, "window")]
+        gathers = [ranks.collectives.start_all_gather_rows(kv_RC, num_tokens, "window")]
         if compressor is not None:
             own = compressor.project(x_RD)
-            gathers.append(ranks.start_gather(own, num_tokens, "compressor"))
+            gathers.append(ranks.collectives.start_all_gather_rows(own, num_tokens, "compressor"))
         q_lora = self.linear(x_RD, both.rows(0, self.q_lora_rank))
         q_lora = self.rms_norm(q_lora, w.q_norm, self.eps)
         q_RX = self.linear(q_lora, self.all_heads.weights.wq_b)

@@ -76,7 +76,8 @@ class Moe:
         A rank computes its part of every expert for the tokens of all ranks. While these are
         gathered, it runs the shared expert on its own tokens.
         """
-        gathered = self.ranks.start_gather(x_RD, len(inputs.token_ids), "experts")
+        collectives, num_tokens = self.ranks.collectives, len(inputs.token_ids)
+        gathered = collectives.start_all_gather_rows(x_RD, num_tokens, "experts")
         shared_RD = self.run_shared_expert(x_RD)
         x_ND = gathered()
         ids, weights = self.choose(x_ND, inputs)
@@ -107,7 +108,8 @@ class Moe:
             own = rows[index]
             return self.combine(each[own][some], ids_NK[own][some], shared[index][some])
 
-        return self.ranks.sum_in_parts(combined, (len(x_ND), x_ND.shape[1]), each.dtype)
+        shape = len(x_ND), x_ND.shape[1]
+        return self.ranks.collectives.reduce_scatter_parts(combined, shape, each.dtype)
 
     def run_shared_expert(self, x_ND: Tensor) -> Tensor:
         """The output of the shared expert: [N,D]."""
@@ -153,20 +155,21 @@ class SharedMoe(Moe):
         self._serve(x_0D, weights.int(), weights, lane_rows)
 
     def _serve(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, lane_rows: int) -> Tensor:
-        ranks = self.ranks
-        rows = [x_ND, ids_NK.int(), weights_NK]
+        ranks, collectives = self.ranks, self.ranks.collectives
+        rows = [x.contiguous() for x in (x_ND, ids_NK.int(), weights_NK)]
         if added := lane_rows - len(x_ND):
             fills = (0, -1, 0)  # no expert computes an added row
             rows = [pad(x, (0, 0, 0, added), value=v) for x, v in zip(rows, fills, strict=True)]
         num_rows = ranks.rank.size * lane_rows
         if ranks.exchanges_beside(num_rows, x_ND):
-            x_LD, ids_LK, weights_LK = rows
-            gathered = ranks.start_gather(x_LD, num_rows, "experts")
-            ids_MK, weights_MK = ranks.gather_tokens(ids_LK, weights_LK)
+            x_LD, *chosen = rows
+            gathered = collectives.start_all_gather_rows(x_LD, num_rows, "experts")
+            ids_MK, weights_MK = collectives.all_gather_each(chosen)
             shared_LD = self.run_shared_expert(x_LD)
             return self.sum_of_ranks(gathered(), ids_MK, weights_MK, shared_LD)[: len(x_ND)]
-        x_MD, ids_MK, weights_MK = ranks.gather_tokens(*rows)
+        x_MD, ids_MK, weights_MK = collectives.all_gather_each(rows)
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.run_shared_expert(x_MD))
         each = self.run_experts(x_MD, ids_MK, weights_MK)
         self.side_streams.join(SHARED_STREAM)
-        return ranks.sum_of_own_tokens(self.combine(each, ids_MK, shared), len(x_ND))
+        partial = self.combine(each, ids_MK, shared)
+        return collectives.reduce_scatter_rows(partial)[: len(x_ND)]

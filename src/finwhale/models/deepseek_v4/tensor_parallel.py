@@ -16,14 +16,14 @@ ranks.
 Legend: N tokens, R rows of this rank (R = N in steps of few tokens), D hidden, M rows of logits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from finwhale.distributed.collectives import Collectives, Reader
+from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.ops import Ops
 from finwhale.ops.mhc import FusedReduceMhc
@@ -46,13 +46,14 @@ class TensorParallel:
         mhc: the mHC operators that add the terms of x themselves; None: there are none.
 
     Attributes:
+        collectives: the ranks' collectives.
         divided_tokens: see DIVIDED_TOKENS.
     """
 
     def __init__(self, collectives: Collectives, mhc: FusedReduceMhc | None = None) -> None:
         self.rank = collectives.rank
         self.divided_tokens = DIVIDED_TOKENS
-        self._collectives = collectives
+        self.collectives = collectives
         self._mhc = mhc
 
     def divides_tokens(self, num_tokens: int) -> bool:
@@ -67,7 +68,7 @@ class TensorParallel:
         """
         num_bytes = self.rank.rows_per_rank(num_tokens) * x.shape[-1] * x.itemsize
         many = self.rank.size > 1 and num_tokens >= self.divided_tokens
-        return many and num_bytes >= self._collectives.beside_bytes
+        return many and num_bytes >= self.collectives.beside_bytes
 
     def own_rows(self, x_NX: Tensor) -> Tensor:
         """This rank's rows: [N, ...] -> [R, ...]."""
@@ -105,51 +106,29 @@ class TensorParallel:
             assert self.rank.size == 1, "only the operators of FusedReduceMhc add terms"
             return partial_ND
         if self.divides_tokens(num_tokens):
-            return self._collectives.reduce_scatter_rows(partial_ND).to(dtype)
-        return self._collectives.all_reduce(partial_ND, overwrite=True).to(dtype)
+            return self.collectives.reduce_scatter_rows(partial_ND).to(dtype)
+        return self.collectives.all_reduce(partial_ND, overwrite=True).to(dtype)
 
     def _channel(self, num_tokens: int, width: int) -> Channel | None:
         """The channel through which the next operator adds the partial sums [N,D], if it can."""
         programs = 0 if self._mhc is None else self._mhc.num_programs(num_tokens, width)
-        return self._collectives.channel(num_tokens, programs) if programs else None
+        return self.collectives.channel(num_tokens, programs) if programs else None
 
     def all_gather_rows(self, x_RX: Tensor, num_tokens: int) -> Tensor:
         """The rows of all ranks: [R, ...] -> [N, ...]."""
         if self.divides_tokens(num_tokens):
-            return self._collectives.all_gather_rows(x_RX, num_tokens)
+            return self.collectives.all_gather_rows(x_RX, num_tokens)
         return x_RX
-
-    def start_gather(self, x_RX: Tensor, num_rows: int, reader: Reader) -> Callable[[], Tensor]:
-        """Begin to gather the rows of all ranks: `Collectives.start_all_gather_rows`."""
-        return self._collectives.start_all_gather_rows(x_RX, num_rows, reader)
-
-    def sum_in_parts(
-        self, part: Callable[[int, slice], Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> Tensor:
-        """This rank's rows of the sum of partial sums: `Collectives.reduce_scatter_parts`."""
-        return self._collectives.reduce_scatter_parts(part, shape, dtype)
-
-    def all_gather_columns(self, part_MX: Tensor) -> Tensor:
-        """The columns of all ranks: [M,X] -> [M,X * ranks]."""
-        return self._collectives.all_gather(part_MX, 1)
-
-    def gather_tokens(self, *rows: Tensor) -> list[Tensor]:
-        """The rows of all data-parallel ranks: each [L, ...] -> [L * ranks, ...]."""
-        return self._collectives.all_gather_each([x.contiguous() for x in rows])
-
-    def sum_of_own_tokens(self, partial_MD: Tensor, num_tokens: int) -> Tensor:
-        """The sum over data-parallel ranks of the rows of this rank's tokens: [M,D] -> [N,D]."""
-        return self._collectives.reduce_scatter_rows(partial_MD)[:num_tokens]
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
         """Skip collectives inside this context. Results do not depend on other ranks."""
-        kept = self._collectives
-        self._collectives = NoCollectives(self.rank, kept.beside_bytes)
+        kept = self.collectives
+        self.collectives = NoCollectives(self.rank, kept.beside_bytes)
         try:
             yield
         finally:
-            self._collectives = kept
+            self.collectives = kept
 
 
 class SampleFromParts:
@@ -168,9 +147,9 @@ class SampleFromParts:
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         if batch.needs_whole_rows:
-            return self._ops.sample(self._ranks.all_gather_columns(logits_SV), batch)
+            return self._ops.sample(self._ranks.collectives.all_gather(logits_SV, 1), batch)
         candidates_SC = self._ops.best_candidates(logits_SV, batch, self._first)
-        return self._ops.merge_candidates(self._ranks.all_gather_columns(candidates_SC))
+        return self._ops.merge_candidates(self._ranks.collectives.all_gather(candidates_SC, 1))
 
 
 def vocabulary(ops: Ops, ranks: TensorParallel, size: int) -> tuple[range, Sample]:
