@@ -34,7 +34,7 @@ from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
 # ratio -> number of adjacent tokens that one program processes in a prefill.
-PREFILL_TOKENS = {4: 1, 128: 16}
+PREFILL_TOKENS = {4: 1, 128: 32}
 # Columns of an entry of ratio 128 that one program mixes.
 SLICE = 64
 # log2 of the largest width of an index key.
