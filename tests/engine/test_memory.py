@@ -125,6 +125,35 @@ def test_what_counts_as_workspace(
     assert steps.workspace_bytes(drafts) == 800 + 60 + 5 * 2 * row + 4 * GRAPH_BYTES
 
 
+def test_captured_prefills_count_once(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the largest function between their graphs allocates; no prefill runs without."""
+    runner = first_rank(new_llm(max_model_len=300)._engine.executor).runner
+    steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
+    largest = StepLimits(num_tokens=64, num_seqs=4, max_len=300, prefill_graphs=(16, 64))
+    lengths = list[list[int]]()
+    inputs = steps._inputs
+    monkeypatch.setattr(
+        steps, "_inputs", lambda each, most: lengths.append(list(each)) or inputs(each, most)
+    )
+    steps.run(largest)
+    assert lengths == [[1] * 4]
+    steps.run(replace(largest, prefill_graphs=(16,)))
+    steps.run(replace(largest, draft_kinds=((2, 1),)))
+    assert lengths[1:] == [[64], [1] * 4, [64], [1] * 4, [2] * 4]
+    # The peak of a function is above what was allocated before.
+    tops = iter([*range(1010, 1010 + len(runner.model.layers))])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(tops))
+    peaks = iter([20_000, 900, 5000])
+    monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
+    between = 10 + len(runner.model.layers) - 1
+    assert steps.workspace_bytes(largest) == 20_000 + between + 5000 + 2 * GRAPH_BYTES
+    assert not list(tops)
+
+
 @pytest.mark.parametrize(("reserved", "allocated"), [(900, 700), (300, 700)])
 def test_gaps_between_the_weights_do_not_count_as_free(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reserved: int, allocated: int

@@ -7,6 +7,7 @@ write their state to one page.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -28,8 +29,22 @@ from finwhale.ops.sampling import (
 )
 from finwhale.request import MAX_LOGPROBS
 
+P = ParamSpec("P")
 # The driver's memory for one captured graph of some thousand kernels, without its tensors.
 GRAPH_BYTES = 16 * 2**20
+
+
+class BetweenGraphs(Inline):
+    """`most`: bytes that a function between captured graphs allocates for itself at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.most = device, 0
+
+    def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        fn(*args, **kwargs)
+        self.most = max(self.most, torch.cuda.max_memory_allocated(self.device) - before)
 
 
 class LargestSteps:
@@ -41,7 +56,7 @@ class LargestSteps:
 
     def __init__(self, model: Model, groups: Sequence[CacheGroup], cache: PagedCache) -> None:
         self.model, self.groups, self.cache = model, tuple(groups), cache
-        self.device = model.device
+        self.device, self.segments = model.device, Inline()
         for pages in cache.pages.values():
             # Tokens of these steps read rows that were never written, so those must be finite.
             pages[PAGE].zero_()
@@ -61,6 +76,10 @@ class LargestSteps:
             torch.OutOfMemoryError: the GPU does not have enough memory.
         """
         workspace = self._peak(lambda: self.run(largest))
+        if largest.captures_prefills:
+            self.segments = between = BetweenGraphs(self.device)
+            self.prefill(largest.num_tokens, largest)
+            self.segments, workspace = Inline(), workspace + between.most
         if largest.graphs:
             # Graphs have their own pool: the memory of the largest graph, and what each one keeps.
             workspace += max(
@@ -98,8 +117,9 @@ class LargestSteps:
 
     @torch.inference_mode()
     def run(self, largest: StepLimits) -> None:
-        """Run all of the largest steps, one after the other."""
-        self.prefill(largest.num_tokens, largest)
+        """Run the largest steps, one after the other, but no prefill if graphs run all of them."""
+        if not largest.captures_prefills:
+            self.prefill(largest.num_tokens, largest)
         self.decode(largest)
 
     @torch.inference_mode()
@@ -121,7 +141,7 @@ class LargestSteps:
 
     def _run(self, lengths: Sequence[int], largest: StepLimits) -> None:
         inputs = self._inputs(lengths, largest.max_len)
-        streams = self.model(inputs, self.cache, Inline())
+        streams = self.model(inputs, self.cache, self.segments)
         rows = largest.num_seqs * (1 + largest.draft_tokens)
         logits = self.model.compute_logits(streams[:rows])
         self.model.sample(

@@ -203,13 +203,18 @@ class Graphs:
         return captured.out[: plan.num_tokens]
 
     @torch.inference_mode()
-    def run_padding(self, largest: LargestLane) -> bool:
-        """Run a step without tokens. If no graph has its size, run nothing and return False."""
-        size = self.size(largest)
+    def run_padding(self, largest: LargestLane | None, bounds: tuple[int, int] = (1, 1)) -> bool:
+        """Run a step without tokens. If no graph has its size, run nothing and return False.
+
+        Args:
+            largest: None: run the largest graph.
+            bounds: see `StepInputs.bounded`.
+        """
+        size = self.sizes[-1] if largest is None else self.size(largest)
         if size is None:
             return False
         self.static.fill(NO_STEP, decode=True)
-        self._captured[size].replay(lambda inputs: inputs.bounded(1, 1))
+        self._captured[size].replay(lambda inputs: inputs.bounded(*bounds))
         return True
 
     def captured(self, num_tokens: int) -> Captured[StepInputs, Tensor]:

@@ -84,6 +84,11 @@ class StepLimits:
         return max(self.prefill_graphs, default=0)
 
     @property
+    def captures_prefills(self) -> bool:
+        """Whether graphs run every step with prefill. A draft head runs outside of them."""
+        return self.always_captured >= self.num_tokens and not self.draft_tokens
+
+    @property
     def graphs(self) -> tuple[int, ...]:
         """Sizes of all captured steps."""
         return self.decode_graphs + self.verify_graphs + self.prefill_graphs
