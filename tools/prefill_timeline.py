@@ -2,9 +2,10 @@
 
     python -m tools.prefill_timeline --config flash --layers 12 --dummy --tensor-parallel-size 2
 
-First, the tool prints how long a prefill takes. Then it prints a table of kernels: the time and the
-number of launches of each, divided by the number of layers. At last, it prints the kernels and
-copies from one layer's attention to the next one's, in order. The indent shows the CUDA stream.
+First, the tool prints the memory of rank 0, and how long a prefill takes. Then it prints a table
+of kernels: the time and the number of launches of each, divided by the number of layers. At last,
+it prints the kernels and copies from one layer's attention to the next one's, in order. The indent
+shows the CUDA stream.
 
 Each data-parallel rank has a prompt. The table counts all steps of a prompt. The profile adds some
 time of its own.
@@ -101,6 +102,7 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise FinwhaleError("only a GPU has a timeline, and torch finds none")
     engine, _ = open_engine(args, max(args.tokens) + 1)
+    print(engine.memory)
     draw = random.Random(0)
     for tokens in args.tokens:
         run_prefill(engine, draw, tokens)

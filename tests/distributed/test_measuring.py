@@ -13,13 +13,14 @@ from tests.support.tiny import divisible_config, random_weights, write_plain_che
 from torch import Tensor
 
 from finwhale import LLM, EngineDeadError
-from finwhale.bench import accuracy, drafting, load, offline
+from finwhale.bench import drafting, load, offline
 from finwhale.bench.engine import call_ranks_collectively, measured
 from finwhale.config import EngineConfig
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import Ranks
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.weight_sources import Weights
+from tools import accuracy
 
 from .test_equal_ranks import sharded_config
 

@@ -1,7 +1,7 @@
 """The memory budget: the largest steps run, touch one page, and are counted."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,6 +17,7 @@ from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.step_inputs import StepInputs
 
 
 def test_every_number_of_rows_has_run(
@@ -132,24 +133,28 @@ def test_captured_prefills_count_once(
     runner = first_rank(new_llm(max_model_len=300)._engine.executor).runner
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
     largest = StepLimits(num_tokens=64, num_seqs=4, max_len=300, prefill_graphs=(16, 64))
-    lengths = list[list[int]]()
-    inputs = steps._inputs
-    monkeypatch.setattr(
-        steps, "_inputs", lambda each, most: lengths.append(list(each)) or inputs(each, most)
-    )
+    lengths, inputs = list[list[int]](), steps._inputs
+
+    def noting(each: Sequence[int], most: int) -> StepInputs:
+        lengths.append(list(each))
+        return inputs(each, most)
+
+    monkeypatch.setattr(steps, "_inputs", noting)
     steps.run(largest)
     assert lengths == [[1] * 4]
     steps.run(replace(largest, prefill_graphs=(16,)))
     steps.run(replace(largest, draft_kinds=((2, 1),)))
     assert lengths[1:] == [[64], [1] * 4, [64], [1] * 4, [2] * 4]
     # The peak of a function is above what was allocated before.
-    tops = iter([*range(1010, 1010 + len(runner.model.layers))])
+    assert isinstance(runner.model, DeepseekV4)
+    num_layers = runner.model.config.num_hidden_layers
+    tops = iter(range(1010, 1010 + num_layers))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(tops))
     peaks = iter([20_000, 900, 5000])
     monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
-    between = 10 + len(runner.model.layers) - 1
+    between = 9 + num_layers
     assert steps.workspace_bytes(largest) == 20_000 + between + 5000 + 2 * GRAPH_BYTES
     assert not list(tops)
 

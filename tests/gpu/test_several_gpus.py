@@ -25,7 +25,6 @@ from tests.support.stepping import Stepper
 from tests.support.stored_pages import digests, run, saved
 
 from finwhale import SamplingParams
-from finwhale.bench import accuracy
 from finwhale.bench.engine import call_ranks_collectively
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
@@ -39,6 +38,7 @@ from finwhale.engine.store.opening import attach_store
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import Weights
+from tools import accuracy
 
 pytestmark = [
     pytest.mark.alone,
@@ -48,7 +48,7 @@ pytestmark = [
     ),
 ]
 ROOT = Path(__file__).parents[2]
-# Two correct engines with as-trained roundings differ by this much (bench accuracy: chunked
+# Two correct engines with as-trained roundings differ by this much (tools/accuracy.py: chunked
 # against whole is 0.05, the table against float32 is 0.1).
 CLOSE = 0.1
 END_S = 10.0

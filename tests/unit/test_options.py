@@ -28,6 +28,7 @@ from finwhale.options import Parser, options_of
 from finwhale.request import SamplingParams
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.listening import LOCAL_HOSTS
+from tools import accuracy
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(finwhale.__file__).parents[2]
@@ -181,12 +182,12 @@ def test_the_accuracy_benchmark_measures_batch_invariant_operators(
             raise OpenedError
         return SimpleNamespace(executor=None)
 
-    monkeypatch.setattr("finwhale.bench.accuracy.start_engine", engine)
-    monkeypatch.setattr("finwhale.bench.accuracy.call_ranks_collectively", lambda *args: [])
-    monkeypatch.setattr("finwhale.bench.accuracy.stamp", lambda *args: {})
-    monkeypatch.setattr("finwhale.bench.accuracy.torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("tools.accuracy.start_engine", engine)
+    monkeypatch.setattr("tools.accuracy.call_ranks_collectively", lambda *args: [])
+    monkeypatch.setattr("tools.accuracy.stamp", lambda *args: {})
+    monkeypatch.setattr("tools.accuracy.torch.cuda.empty_cache", lambda: None)
     with pytest.raises(OpenedError):
-        main(["bench", "accuracy", "--layers", "2", "--device", "cuda", "--batch-invariant"])
+        accuracy.main(["--layers", "2", "--device", "cuda", "--batch-invariant"])
     assert [config.batch_invariant for config in found] == [False, False, True]
 
 

@@ -11,7 +11,6 @@ from finwhale.interrupts import terminated_as_interrupted
 from finwhale.options import Parser
 
 BENCHMARKS = {
-    "accuracy": "compare the logits of a platform's operators with those of the references",
     "offline": "measure whole engine steps, decode and prefill, and their floors",
     "throughput": "measure tokens per second of many requests, and the effect of other requests",
     "start": "measure cold and warm starts: from process start to the first token",

@@ -1,5 +1,7 @@
 """Compare the logits, tokens and selected entries of a platform's operators with the references.
 
+    python -m tools.accuracy
+
 A model of real widths with random weights prefills one random text at once (a long one in steps of
 STEP_TOKENS, which bound the references' memory), then in chunks, and then decodes its end token by
 token. The float32 references with as-trained rounding are the truth.
@@ -25,6 +27,7 @@ from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.engine import call_ranks_collectively
 from finwhale.bench.record import keep_record, stamp
 from finwhale.bench.stepping import Stepper
+from finwhale.cli.bench import run_tool
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.ranks.devices import parse_device
@@ -34,6 +37,7 @@ from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 from finwhale.options import add_options
 
+COMMAND = "python -m tools.accuracy"
 TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
 WHOLE, CHUNKED, DECODED = "whole", "chunked", "decoded"
 STEP_TOKENS = 2560
@@ -214,9 +218,9 @@ def passes(result: dict[str, Any]) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `finwhale bench accuracy`. Returns 1 if the table's errors are too large, otherwise 0."""
+    """Run the benchmark. Returns 1 if the table's errors are too large, otherwise 0."""
     args = _parser().parse_args(argv)
-    record = stamp("accuracy", argv, ("torch",)) | run(args)
+    record = stamp("accuracy", argv, ("torch",), COMMAND) | run(args)
     if not record["same_bits_on_all_ranks"]:
         print("the ranks have computed different bits")
     record["passes"] = passes(record)
@@ -225,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("accuracy", __doc__, "accuracy-h200.jsonl")
+    parser = new_parser("accuracy", __doc__, "accuracy-h200.jsonl", COMMAND)
     add_sizes(parser, 4)
     add = parser.add_argument
     add("--tokens", type=int, default=2560, help="length of the text")
@@ -233,3 +237,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--decodes", type=int, default=16, help="number of last tokens that are decoded one by one")
     add_options(parser, EngineConfig, OPTIONS)
     return parser
+
+
+if __name__ == "__main__":
+    from tools import accuracy
+
+    run_tool(accuracy.main)  # not this module's, which the ranks could not import
