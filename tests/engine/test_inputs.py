@@ -175,13 +175,19 @@ def test_a_rank_without_tokens_replays_the_step_of_the_largest_rank() -> None:
     graphs = object.__new__(Graphs)
     graphs.sizes, graphs.decode = [4, 8], True
     graphs.static = cast(Any, SimpleNamespace(fill=lambda plan, decode: ran.append(plan)))
+    inputs = cast(Any, SimpleNamespace(bounded=lambda *bounds: bounds))
     graphs._captured = {
-        size: cast(Any, SimpleNamespace(replay=lambda change, size=size: ran.append(size)))
+        size: cast(
+            Any,
+            SimpleNamespace(replay=lambda change, size=size: ran.extend((size, change(inputs)))),
+        )
         for size in graphs.sizes
     }
-    assert graphs.run_padding(LargestLane(5, 5, True)) and ran == [NO_STEP, 8]
+    assert graphs.run_padding(LargestLane(3, 3, True)) and ran == [NO_STEP, 4, (1, 1)]
+    ran.clear()
     for largest in LargestLane(9, 9, True), LargestLane(3, 3, False):
-        assert not graphs.run_padding(largest) and len(ran) == 2
+        assert not graphs.run_padding(largest) and not ran
+    assert graphs.run_padding(None, (300, 8)) and ran == [NO_STEP, 8, (300, 8)]
 
 
 def test_which_steps_have_a_graph() -> None:

@@ -125,7 +125,8 @@ class MemoryBudget:
         with torch.inference_mode():
             if largest.captures_prefills:
                 assert runner.prefill_graphs is not None
-                runner.prefill_graphs.run_padding(None, (largest.max_len, largest.num_tokens))
+                most = min(largest.max_len, largest.num_tokens)
+                runner.prefill_graphs.run_padding(None, (largest.max_len, most))
             rows = largest.num_seqs * (1 + largest.draft_tokens)
             runner.model.run_library_gemms(rows, largest.num_tokens)
         vocab_size = chosen.model_config.vocab_size
