@@ -160,25 +160,18 @@ def store_rows(words, loaded):
 
 
 @gluon.jit
-def _rotate(x, rotary_ptr, SIGN: gl.constexpr):
-    """Rotate the last 64 columns of x [H,512]; the result is in another register layout."""
-    even, odd = gl.split(gl.reshape(x, [x.shape[0], 256, 2]))
-    pair = gl.arange(0, 256, gl.SliceLayout(0, even.type.layout)) - 224
-    cos = gl.expand_dims(gl.load(rotary_ptr + 2 * pair, mask=pair >= 0, other=1.0), 0)
-    sin = gl.expand_dims(gl.load(rotary_ptr + 2 * pair + 1, mask=pair >= 0, other=0.0), 0) * SIGN
-    return gl.reshape(gl.join(even * cos - odd * sin, odd * cos + even * sin), x.shape)
+def _rope(heads):
+    """The words of the rope part of heads [H,512] in shared memory: [H,32], one pair each."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    words = reinterpret(heads, gl.int32, [heads.shape[0], 256], layout)
+    return words.slice(224, 32, dim=1)
 
 
 @gluon.jit
-def _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS: gl.constexpr):
-    """The rope part of a token's heads times rstd [H,1], rotated: [H,32] words of one pair each."""
-    head = gl.expand_dims(head0 + gl.arange(0, rstd.shape[0], gl.SliceLayout(1, PAIRS)), 1)
-    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
-    words = (q_ptr + head * stride_qa + 448).to(gl.pointer_type(gl.int32))
-    word = gl.load(words + pair, mask=head < num_heads, other=0)
-    even = (word << 16).to(gl.float32, bitcast=True) * rstd
-    odd = (word & -65536).to(gl.float32, bitcast=True) * rstd
-    cos, sin = gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
+def _rotate(word, factor, cos, sin):
+    """Rotate words of one pair each, times the factor."""
+    even = (word << 16).to(gl.float32, bitcast=True) * factor
+    odd = (word & -65536).to(gl.float32, bitcast=True) * factor
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $1, $2;",
         "=r,f,f",
@@ -214,15 +207,17 @@ def prepare_query(q_shared, head0, num_heads, query):
     q_at = q_ptr + gl.expand_dims(head, 1) * stride_qa + gl.expand_dims(column, 0)
     is_head = gl.expand_dims(head < num_heads, 1)
     q = gl.load(q_at, mask=is_head, other=0.0)
+    # Load what the rope needs before the sums, so that its loads do not wait for them.
+    pair_head = gl.expand_dims(head0 + gl.arange(0, H, gl.SliceLayout(1, PAIRS)), 1)
+    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
+    rope = (q_ptr + pair_head * stride_qa + 448).to(gl.pointer_type(gl.int32)) + pair
+    word = gl.load(rope, mask=pair_head < num_heads, other=0)
+    cos, sin = gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
     q = q.to(gl.float32)
     rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
     q_shared.store((q * gl.expand_dims(rstd * UP, 1)).to(gl.bfloat16))
     rstd = gl.expand_dims(gl.convert_layout(rstd, gl.SliceLayout(1, PAIRS)), 1)
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    q_words = reinterpret(q_shared, gl.int32, [H, C // 2], layout)
-    q_words.slice(224, 32, dim=1).store(
-        _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS)
-    )
+    _rope(q_shared).store(_rotate(word, rstd, cos, sin))
     fence_async_shared()
 
 
@@ -233,10 +228,14 @@ def store_heads(out_shared, head0, num_heads, out_at, ROUND: gl.constexpr):
     H: gl.constexpr = out_shared.shape[0]
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
+    cos, sin = gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
+    rope = _rope(out_shared)
+    rope.store(_rotate(rope.load(PAIRS), 1.0, cos, -sin))
     head = head0 + gl.arange(0, H, gl.SliceLayout(1, HEADS))
     column = gl.arange(0, C, gl.SliceLayout(0, HEADS))
-    out = out_shared.load(HEADS).to(gl.float32)
-    out = gl.convert_layout(_rotate(out, rotary_ptr, -1.0).to(gl.bfloat16), HEADS)
+    out = out_shared.load(HEADS)
     if ROUND:
         out, scales = _round_heads(out)
         group_layout: gl.constexpr = scales.type.layout
