@@ -69,11 +69,13 @@ class MhcOptions:
             token do not depend on the number of tokens.
         early_launch: launch these kernels early (`launch_options`).
         inline_asm: use PTX instructions (the kernels' COMPILED).
+        wide_tiles: beyond WIDE_TOKENS, use tiles that need 184 KB of shared memory.
     """
 
     invariant: bool = False
     early_launch: bool = False
     inline_asm: bool = False
+    wide_tiles: bool = False
 
 
 DEFAULT = MhcOptions()
@@ -109,7 +111,7 @@ class MhcPlan:
         if not gemm:
             return MhcPlan(False, block_n=4, block_d=512, slots=4, num_warps=4)
         if dtype == torch.bfloat16:
-            wide = num_tokens > WIDE_TOKENS  # the same bits
+            wide = options.wide_tiles and num_tokens > WIDE_TOKENS  # the same bits
             block_n, warps = (128, 8) if wide else (64, 4)
             return MhcPlan(False, block_n, block_d=32, slots=8, num_warps=warps, stages=3)
         return MhcPlan(False, block_n=32, block_d=16, slots=8, num_warps=8)
