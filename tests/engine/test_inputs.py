@@ -187,7 +187,10 @@ def test_a_rank_without_tokens_replays_the_step_of_the_largest_rank() -> None:
     ran.clear()
     for largest in LargestLane(9, 9, True), LargestLane(3, 3, False):
         assert not graphs.run_padding(largest) and not ran
-    assert graphs.run_padding(None, (300, 8)) and ran == [NO_STEP, 8, (300, 8)]
+    graphs.hold_memory(300)
+    assert ran == [NO_STEP, 8, (300, 1), NO_STEP, 8, (300, 8)]
+    graphs.hold_memory(6)
+    assert ran[-1] == (6, 6)
 
 
 def test_which_steps_have_a_graph() -> None:

@@ -3,6 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,14 +12,15 @@ import torch
 from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.start import memory
+from finwhale.engine.start import budget, memory
+from finwhale.engine.start.budget import MemoryBudget
 from finwhale.engine.start.memory import GRAPH_BYTES, LargestSteps
 from finwhale.engine.steps.inputs import PAGE
 from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.step_inputs import StepInputs
+from finwhale.models.step_inputs import Segments, StepInputs
 
 
 def test_every_number_of_rows_has_run(
@@ -145,18 +148,59 @@ def test_captured_prefills_count_once(
     steps.run(replace(largest, prefill_graphs=(16,)))
     steps.run(replace(largest, draft_kinds=((2, 1),)))
     assert lengths[1:] == [[64], [1] * 4, [64], [1] * 4, [2] * 4]
-    # The peak of a function is above what was allocated before.
-    assert isinstance(runner.model, DeepseekV4)
-    num_layers = runner.model.config.num_hidden_layers
-    tops = iter(range(1010, 1010 + num_layers))
+    # The peak of a function is above what was allocated before. It runs with both bounds.
+    tops, found = iter([1010, 1040, 1030, 1020]), list[tuple[int, int, bool]]()
+
+    def attend(inputs: StepInputs, number: int, *, name: str) -> None:
+        assert (number, name) == (5, "rows")
+        tokens = inputs.tokens
+        found.append((tokens.max_len, tokens.max_query, bool((tokens.positions == -1).all())))
+
+    def two_layers(step: StepInputs, cache: object, segments: Segments) -> None:
+        for _ in range(2):
+            segments.eager(attend, step, 5, name="rows")
+
+    made = inputs([64], 300)
+    monkeypatch.setattr(steps, "model", two_layers)
+    monkeypatch.setattr(steps, "_inputs", lambda lengths, most: made)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(tops))
     peaks = iter([20_000, 900, 5000])
     monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
-    between = 9 + num_layers
-    assert steps.workspace_bytes(largest) == 20_000 + between + 5000 + 2 * GRAPH_BYTES
-    assert not list(tops)
+    assert steps.workspace_bytes(largest) == 20_000 + 40 + 5000 + 2 * GRAPH_BYTES
+    assert not list(tops) and found == [(300, 1, True), (300, 64, True)] * 2
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_a_ready_engine_holds(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """All of the largest steps run; those with prefill in a graph, if graphs run all of them."""
+    ran = list[object]()
+    limits = StepLimits(num_tokens=64, num_seqs=4, max_len=300, prefill_graphs=(64,) * captured)
+    chosen = SimpleNamespace(
+        capabilities=SimpleNamespace(bounded_workspace=True),
+        step_limits=lambda max_len: limits,
+        groups=(),
+        arenas={},
+        config=EngineConfig(cache_memory_bytes=1),
+        model_config=SimpleNamespace(vocab_size=64),
+    )
+    made = object.__new__(MemoryBudget)
+    made._chosen, made._device = cast(Any, chosen), cast(Any, SimpleNamespace(type="cuda"))
+    made._reserved_before = 5
+    steps = SimpleNamespace(run=lambda largest: ran.append("steps"))
+    monkeypatch.setattr(budget, "LargestSteps", lambda *args: steps)
+    monkeypatch.setattr(budget, "hold_pinned_memory", lambda *args: None)
+    for name, value in ("synchronize", None), ("memory_reserved", 100), ("mem_get_info", (1, 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    runner = SimpleNamespace(
+        model=SimpleNamespace(run_library_gemms=lambda *args: ran.append("gemms")),
+        cache=None,
+        max_model_len=300,
+        prefill_graphs=SimpleNamespace(hold_memory=lambda max_len: ran.append(max_len)),
+    )
+    assert made.reserve_workspace(cast(Any, runner), 30) == 65
+    assert ran == (["steps", 300, "gemms"] if captured else ["steps", "gemms"])
 
 
 @pytest.mark.parametrize(("reserved", "allocated"), [(900, 700), (300, 700)])

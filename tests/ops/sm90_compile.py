@@ -300,7 +300,7 @@ def call_mhc(D: int, N: int) -> None:
     w = MhcWeight(f32(24, 4 * D), f32(24), f32(24), f32(D))
     head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
     post, res, streams = f32(N, 4), f32(N, 4, 4), meta(N, 4, D)
-    how = mhc.MhcOptions(inline_asm=True, wide_tiles=True)
+    how = mhc.MhcOptions(inline_asm=True)
     mhc.mhc_pre(meta(N, D)[:, None].expand(-1, 4, -1), w, params, options=how)
     mhc.mhc_post(meta(N, D), post, res, streams, options=how)
     mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params, options=how)

@@ -107,7 +107,8 @@ class MemoryBudget:
         return length
 
     def reserve_workspace(self, runner: ModelRunner, weights_and_cache: int) -> int:
-        """Run the largest steps once to reserve their memory and load their kernels.
+        """Run the largest steps once to reserve their memory and load their kernels; those with
+        prefill in their graph if graphs run all of them.
 
         Pinned memory of the host is reserved too.
 
@@ -123,10 +124,9 @@ class MemoryBudget:
         largest = chosen.step_limits(runner.max_model_len)
         LargestSteps(runner.model, chosen.groups, runner.cache).run(largest)
         with torch.inference_mode():
-            if largest.captures_prefills:
+            if largest.captures_all_prefills:
                 assert runner.prefill_graphs is not None
-                most = min(largest.max_len, largest.num_tokens)
-                runner.prefill_graphs.run_padding(None, (largest.max_len, most))
+                runner.prefill_graphs.hold_memory(largest.max_len)
             rows = largest.num_seqs * (1 + largest.draft_tokens)
             runner.model.run_library_gemms(rows, largest.num_tokens)
         vocab_size = chosen.model_config.vocab_size

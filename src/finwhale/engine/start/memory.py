@@ -1,13 +1,13 @@
 """Measures the memory that the largest steps need, before the cache is sized.
 
-The largest steps are a prefill with as many tokens as a step may have, and a decode with as many
-sequences. They run at the end of the longest context, with logits and every kind of sampling, and
-write their state to one page.
+The largest steps are a decode with as many sequences as a step may have, and a prefill with as many
+tokens, unless graphs run all of them. They run at the end of the longest context, with logits and
+every kind of sampling, and write their state to one page.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -35,16 +35,30 @@ GRAPH_BYTES = 16 * 2**20
 
 
 class BetweenGraphs(Inline):
-    """`most`: bytes that a function between captured graphs allocates for itself at most."""
+    """Segments that measure what functions between captured graphs allocate for themselves.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.most = device, 0
+    Args:
+        max_len, most: bounds of the sequences' and of the prompts' lengths.
+
+    Attributes:
+        most_bytes: of the function that allocates most.
+    """
+
+    def __init__(self, device: torch.device, max_len: int, most: int) -> None:
+        self.device, self.max_len, self.most, self.most_bytes = device, max_len, most, 0
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        fn(*args, **kwargs)
-        self.most = max(self.most, torch.cuda.max_memory_allocated(self.device) - before)
+        """Run `fn` as between the graphs of a prompt, and of a step whose tokens are decodes."""
+        for max_query in (1, self.most):
+            bounded: Any = [
+                arg.bounded(self.max_len, max_query) if isinstance(arg, StepInputs) else arg
+                for arg in args
+            ]
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            fn(*bounded, **kwargs)
+            used = torch.cuda.max_memory_allocated(self.device) - before
+            self.most_bytes = max(self.most_bytes, used)
 
 
 class LargestSteps:
@@ -56,7 +70,7 @@ class LargestSteps:
 
     def __init__(self, model: Model, groups: Sequence[CacheGroup], cache: PagedCache) -> None:
         self.model, self.groups, self.cache = model, tuple(groups), cache
-        self.device, self.segments = model.device, Inline()
+        self.device = model.device
         for pages in cache.pages.values():
             # Tokens of these steps read rows that were never written, so those must be finite.
             pages[PAGE].zero_()
@@ -76,10 +90,9 @@ class LargestSteps:
             torch.OutOfMemoryError: the GPU does not have enough memory.
         """
         workspace = self._peak(lambda: self.run(largest))
-        if largest.captures_prefills:
-            self.segments = between = BetweenGraphs(self.device)
-            self.prefill(largest.num_tokens, largest)
-            self.segments, workspace = Inline(), workspace + between.most
+        if largest.captures_all_prefills:
+            # Not needed at the same time: the sum leaves room for gaps in torch's memory.
+            workspace += self._between_graphs(largest)
         if largest.graphs:
             # Graphs have their own pool: the memory of the largest graph, and what each one keeps.
             workspace += max(
@@ -118,15 +131,28 @@ class LargestSteps:
     @torch.inference_mode()
     def run(self, largest: StepLimits) -> None:
         """Run the largest steps, one after the other, but no prefill if graphs run all of them."""
-        if not largest.captures_prefills:
+        if not largest.captures_all_prefills:
             self.prefill(largest.num_tokens, largest)
         self.decode(largest)
 
     @torch.inference_mode()
     def prefill(self, num_tokens: int, largest: StepLimits) -> None:
         """Run the last num_tokens tokens of one sequence, or of as many sequences as needed."""
-        full, rest = divmod(num_tokens, largest.max_len)
-        self._run([largest.max_len] * full + [rest] * bool(rest), largest)
+        self._run(_lengths(num_tokens, largest.max_len), largest)
+
+    @torch.inference_mode()
+    def _between_graphs(self, largest: StepLimits) -> int:
+        """Bytes that functions between the graphs of the largest prefill allocate at most.
+
+        They depend on a step's bounds. All tokens of a data-parallel rank may be decodes, beside a
+        prompt of another rank. Padding fits all bounds.
+        """
+        lengths = _lengths(largest.num_tokens, largest.max_len)
+        inputs = self._inputs(lengths, largest.max_len)
+        inputs.tokens.positions.fill_(-1)
+        held = BetweenGraphs(self.device, largest.max_len, max(lengths))
+        self.model(inputs, self.cache, held)
+        return held.most_bytes
 
     @torch.inference_mode()
     def decode(self, largest: StepLimits) -> None:
@@ -141,7 +167,7 @@ class LargestSteps:
 
     def _run(self, lengths: Sequence[int], largest: StepLimits) -> None:
         inputs = self._inputs(lengths, largest.max_len)
-        streams = self.model(inputs, self.cache, self.segments)
+        streams = self.model(inputs, self.cache, Inline())
         rows = largest.num_seqs * (1 + largest.draft_tokens)
         logits = self.model.compute_logits(streams[:rows])
         self.model.sample(
@@ -161,6 +187,12 @@ class LargestSteps:
     def _inputs(self, lengths: Sequence[int], max_len: int) -> StepInputs:
         vocab_size = self.model.config.vocab_size
         return synthetic_inputs(lengths, max_len, self.groups, self.device, vocab_size=vocab_size)
+
+
+def _lengths(num_tokens: int, max_len: int) -> list[int]:
+    """Lengths of as few sequences as have num_tokens."""
+    full, rest = divmod(num_tokens, max_len)
+    return [max_len] * full + [rest] * bool(rest)
 
 
 def largest_transfer(groups: Sequence[CacheGroup], largest: StepLimits, vocab_size: int) -> int:

@@ -203,19 +203,25 @@ class Graphs:
         return captured.out[: plan.num_tokens]
 
     @torch.inference_mode()
-    def run_padding(self, largest: LargestLane | None, bounds: tuple[int, int] = (1, 1)) -> bool:
-        """Run a step without tokens. If no graph has its size, run nothing and return False.
+    def run_padding(self, largest: LargestLane) -> bool:
+        """Run a step without tokens. If no graph has its size, run nothing and return False."""
+        size = self.size(largest)
+        if size is not None:
+            self._replay_padding(size, 1, 1)
+        return size is not None
 
-        Args:
-            largest: None: run the largest graph.
-            bounds: see `StepInputs.bounded`.
+    @torch.inference_mode()
+    def hold_memory(self, max_len: int) -> None:
+        """Run the largest step without tokens, to hold what functions between graphs allocate.
+
+        Their tokens may be decodes or a prompt of at most max_len.
         """
-        size = self.sizes[-1] if largest is None else self.size(largest)
-        if size is None:
-            return False
+        for max_query in (1, min(self.sizes[-1], max_len)):
+            self._replay_padding(self.sizes[-1], max_len, max_query)
+
+    def _replay_padding(self, size: int, max_len: int, max_query: int) -> None:
         self.static.fill(NO_STEP, decode=True)
-        self._captured[size].replay(lambda inputs: inputs.bounded(*bounds))
-        return True
+        self._captured[size].replay(lambda inputs: inputs.bounded(max_len, max_query))
 
     def captured(self, num_tokens: int) -> Captured[StepInputs, Tensor]:
         """The step that runs so many tokens."""

@@ -84,8 +84,8 @@ class StepLimits:
         return max(self.prefill_graphs, default=0)
 
     @property
-    def captures_prefills(self) -> bool:
-        """Whether graphs run every step with prefill. A draft head runs outside of them."""
+    def captures_all_prefills(self) -> bool:
+        """Whether graphs run every step with prefill: not with drafts, whose head runs outside."""
         return self.always_captured >= self.num_tokens and not self.draft_tokens
 
     @property

@@ -156,6 +156,7 @@ class SharedMoe(Moe):
 
     def _serve(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, lane_rows: int) -> Tensor:
         ranks, collectives = self.ranks, self.ranks.collectives
+        # An exchange takes contiguous rows.
         rows = [x.contiguous() for x in (x_ND, ids_NK.int(), weights_NK)]
         if added := lane_rows - len(x_ND):
             fills = (0, -1, 0)  # no expert computes an added row

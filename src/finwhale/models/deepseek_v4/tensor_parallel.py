@@ -46,7 +46,7 @@ class TensorParallel:
         mhc: the mHC operators that add the terms of x themselves; None: there are none.
 
     Attributes:
-        collectives: the ranks' collectives.
+        collectives: those of the ranks; inside `without_collectives`, others.
         divided_tokens: see DIVIDED_TOKENS.
     """
 

@@ -161,7 +161,7 @@ def store_rows(words, loaded):
 
 @gluon.jit
 def _rope(heads):
-    """The words of the rope part of heads [H,512] in shared memory: [H,32], one pair each."""
+    """A view of the rope of heads [H,512] in shared memory: words [H,32] of one pair each."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     words = reinterpret(heads, gl.int32, [heads.shape[0], 256], layout)
     return words.slice(224, 32, dim=1)
@@ -169,7 +169,7 @@ def _rope(heads):
 
 @gluon.jit
 def _rotate(word, factor, cos, sin):
-    """Rotate words of one pair each, times the factor."""
+    """Rotate pairs, and multiply them by `factor`. A word holds a pair of bfloat16."""
     even = (word << 16).to(gl.float32, bitcast=True) * factor
     odd = (word & -65536).to(gl.float32, bitcast=True) * factor
     return gl.inline_asm_elementwise(
@@ -207,7 +207,7 @@ def prepare_query(q_shared, head0, num_heads, query):
     q_at = q_ptr + gl.expand_dims(head, 1) * stride_qa + gl.expand_dims(column, 0)
     is_head = gl.expand_dims(head < num_heads, 1)
     q = gl.load(q_at, mask=is_head, other=0.0)
-    # Load what the rope needs before the sums, so that its loads do not wait for them.
+    # These loads do not need the sums, so they come first.
     pair_head = gl.expand_dims(head0 + gl.arange(0, H, gl.SliceLayout(1, PAIRS)), 1)
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
     rope = (q_ptr + pair_head * stride_qa + 448).to(gl.pointer_type(gl.int32)) + pair

@@ -56,8 +56,6 @@ MAX_WIDTH = 16384
 MAX_GRID_Y = 65_535  # of a launch
 FEW_TOKENS = 128
 TILE_VALUES = 512  # of x, in a program for few tokens
-# From here on, programs with twice as many tokens, which take 1.7 times as long, run in few turns.
-WIDE_TOKENS = 3168  # three turns of 132 programs, which have 64 tokens and an eighth of D each
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +67,11 @@ class MhcOptions:
             token do not depend on the number of tokens.
         early_launch: launch these kernels early (`launch_options`).
         inline_asm: use PTX instructions (the kernels' COMPILED).
-        wide_tiles: beyond WIDE_TOKENS, use tiles that need 184 KB of shared memory.
     """
 
     invariant: bool = False
     early_launch: bool = False
     inline_asm: bool = False
-    wide_tiles: bool = False
 
 
 DEFAULT = MhcOptions()
@@ -111,9 +107,7 @@ class MhcPlan:
         if not gemm:
             return MhcPlan(False, block_n=4, block_d=512, slots=4, num_warps=4)
         if dtype == torch.bfloat16:
-            wide = options.wide_tiles and num_tokens > WIDE_TOKENS  # the same bits
-            block_n, warps = (128, 8) if wide else (64, 4)
-            return MhcPlan(False, block_n, block_d=32, slots=8, num_warps=warps, stages=3)
+            return MhcPlan(False, block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
         return MhcPlan(False, block_n=32, block_d=16, slots=8, num_warps=8)
 
     def grid(self, num_tokens: int, width: int) -> tuple[int, int]:
@@ -155,9 +149,7 @@ def _check_terms(terms: UnreducedExperts, num_tokens: int) -> None:
     check_contiguous(each=terms.each, ids=terms.ids)
 
 
-LAUNCH_CLASSES = LaunchClasses(
-    tokens=lambda model, most: up_to(most, (1, FEW_TOKENS, WIDE_TOKENS, MAX_GRID_Y))
-)
+LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, (1, FEW_TOKENS, MAX_GRID_Y)))
 
 
 def num_programs(num_tokens: int, width: int, *, options: MhcOptions = DEFAULT) -> int:

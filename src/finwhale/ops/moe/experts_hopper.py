@@ -58,7 +58,7 @@ from finwhale.ops.moe.experts_hopper_program import (
     store_out,
 )
 from finwhale.ops.moe.experts_layout import TiledExperts, check_inputs
-from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_rows
+from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, round_tokens
 
 
 @gluon.jit
@@ -385,7 +385,7 @@ def launch(
     previous kernel has ended. That is safe: the previous kernel writes none of them, and lets this
     one start only after all kernels before it have ended.
     """
-    x, x_scale = round_rows(x_ND, pairs, True, pairs.pair_rows)
+    x, x_scale = round_tokens(x_ND, pairs, early_launch=True)
     width, inner = x.shape[1], w.w2.shape[2] * 2
     hidden = torch.empty((len(x), inner), dtype=torch.bfloat16, device=x_ND.device)
     w13, exponent_bits13, row_scale13 = w.gate_up()
@@ -395,7 +395,7 @@ def launch(
         *(pairs.order, pairs.blocks, row_scale13, weights_NK, hidden, width, inner, limit),
         **options,
     )
-    hidden, hidden_scale = round_rows(hidden, pairs, True)
+    hidden, hidden_scale = round_hidden(hidden, pairs, early_launch=True)
     w2, exponent_bits2, row_scale2 = w.down()
     cut = down_steps(plan.down[0], inner), plan.down[1]
     programs, options = _options(plan, width // 64, cut)

@@ -30,7 +30,7 @@ from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3
 from finwhale.ops.moe import Dispatched, ExpertWeight
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.moe.experts_layout import GROUP, TiledExperts, check_inputs
-from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_rows
+from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, round_tokens
 
 # --- Weights --------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ def launch(
     each_NKD: Tensor,
 ) -> None:
     """`compute` with a given plan; `dispatch` must have used its block_rows."""
-    x, x_scale = round_rows(x_ND, pairs, False, pairs.pair_rows)
+    x, x_scale = round_tokens(x_ND, pairs, early_launch=False)
     (num_rows, width), inner = x.shape, w.w2.shape[2] * 2
     block_i, stages, warps = plan.gate_up
     rounds = block_i == GROUP  # whether the tiles hold whole scale groups
@@ -277,7 +277,7 @@ def launch(
         num_warps=warps,
     )
     if not rounds:
-        hidden, hidden_scale = round_rows(hidden, pairs, False)
+        hidden, hidden_scale = round_hidden(hidden, pairs, early_launch=False)
     block_d, stages, warps = plan.down
     _down_kernel[(width // block_d, len(pairs.blocks))](
         TensorDescriptor.from_tensor(hidden, [plan.block_rows, 64]),

@@ -1,6 +1,6 @@
 """A Triton kernel that rounds tokens to E4M3 into the rows of their pairs, for experts' GEMMs.
 
-A program rounds some groups of one or several rows once, and writes them to the K pairs' rows.
+A program rounds some groups of one token once, and writes them to the K rows of the token's pairs.
 
 Legend: N tokens, K experts per token, P rows in order of the experts.
 """
@@ -25,48 +25,57 @@ FEW_ROWS = 256
 FEW_GROUPS, MANY_GROUPS = 8, 16
 
 
-@triton.jit(do_not_specialize=["N", "stride_scale"])
+@triton.jit(do_not_specialize=["stride_scale"])
 def _round_rows_kernel(
     x_ptr,
     pair_rows_ptr,
     values_ptr,
     scale_ptr,
-    N,
     stride_scale,
     D,
     stride_x,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Round BLOCK groups of row n of x into rows pair_rows[n K ..] of values and columns of scale.
 
-    A program rounds ROWS rows. The kernel skips pair rows of -1. Without pair_rows_ptr, K is 1 and
-    row n of x goes to row n.
+    The kernel skips rows of -1. Without pair_rows_ptr, K is 1 and row n of x goes to row n.
     """
     # Wait first: the next kernel reads `order` and `blocks` before its own wait.
     wait_for_last(PDL)
     start_next(PDL)
-    i = tl.arange(0, ROWS * BLOCK)
-    token = tl.program_id(0).to(tl.int64) * ROWS + (i // BLOCK if ROWS > 1 else 0 * i)
-    group = tl.program_id(1) * BLOCK + i % BLOCK
-    is_group = (token < N) & (group < D // 128)
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_group = group < D // 128
     d = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    source = x_ptr + (token * stride_x)[:, None] + d
-    x = tl.load(source, mask=is_group[:, None], other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * stride_x + d, mask=is_group[:, None], other=0.0).to(tl.float32)
     values, scale = round_e4m3(x, 1)
     for k in tl.static_range(K):
         target_row = token
         if pair_rows_ptr is not None:
-            target = pair_rows_ptr + token * K + k
-            target_row = tl.load(target, mask=is_group, other=-1).to(tl.int64)
+            target_row = tl.load(pair_rows_ptr + token * K + k).to(tl.int64)
         used = is_group & (target_row >= 0)
-        tl.store(values_ptr + (target_row * D)[:, None] + d, values, mask=used[:, None])
+        tl.store(values_ptr + target_row * D + d, values, mask=used[:, None])
         tl.store(scale_ptr + group * stride_scale + target_row, scale, mask=used)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
+
+
+def round_tokens(x_ND: Tensor, pairs: OrderedPairs, early_launch: bool) -> tuple[Tensor, Tensor]:
+    """Round each token into the rows of its pairs: E4M3 [P,D] and float32 scales [D/128,P'].
+
+    P' exceeds P by a block, because kernels read the scales of whole blocks.
+    """
+    return _round_rows(x_ND, pairs.pair_rows, pairs.ids.shape[1], pairs, early_launch)
+
+
+def round_hidden(
+    hidden_PI: Tensor, pairs: OrderedPairs, early_launch: bool
+) -> tuple[Tensor, Tensor]:
+    """Round hidden values in the rows of the pairs: E4M3 [P,I] and scales [I/128,P']."""
+    return _round_rows(hidden_PI, None, 1, pairs, early_launch)
 
 
 def _rounded_groups(num_rows: int) -> int:
@@ -83,28 +92,18 @@ def launch_tokens_of(plan: Callable[[int, int], Any], model: ModelSizes, most: i
     return launch_tokens_of_plan(plan, model, most, of_rounding)
 
 
-def round_rows(
-    x: Tensor, pairs: OrderedPairs, early_launch: bool, pair_rows: Tensor | None = None
+def _round_rows(
+    x: Tensor, pair_rows: Tensor | None, topk: int, pairs: OrderedPairs, early_launch: bool
 ) -> tuple[Tensor, Tensor]:
-    """Round rows of x to E4M3 [P,..] and float32 scales [../128,P'].
-
-    P' exceeds P by a block, because kernels read the scales of whole blocks.
-
-    Args:
-        x: hidden values in the rows of the pairs; or the tokens, if pair_rows are those of `pairs`.
-    """
     num_rows, width = x.shape
     padded = len(pairs.order)
     values = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=x.device)
     shape = (width // GROUP, padded + pairs.block_rows)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    most = _rounded_groups(num_rows)
-    groups = min(most, triton.next_power_of_2(width // GROUP))
-    rows = most // groups
-    _round_rows_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, groups * GROUP))](
-        *(x, pair_rows, values, scale, num_rows, scale.stride(0), width, x.stride(0)),
-        K=1 if pair_rows is None else pairs.ids.shape[1],
-        ROWS=rows,
+    groups = _rounded_groups(num_rows)
+    _round_rows_kernel[(num_rows, triton.cdiv(width, groups * GROUP))](
+        *(x, pair_rows, values, scale, scale.stride(0), width, x.stride(0)),
+        K=topk,
         BLOCK=groups,
         num_warps=4,
         **launch_options(early_launch),

@@ -35,8 +35,7 @@ def table(base: Ops, platform: Platform, *, hopper: bool = True) -> Ops:
         early_launch=hopper, inline_asm=hopper, num_multiprocessors=multiprocessors
     )
     of_gemm = partial(bind, options=options)
-    on_hopper = dict.fromkeys(("early_launch", "inline_asm", "wide_tiles"), hopper)
-    of_mhc = partial(bind, options=mhc_triton.MhcOptions(**on_hopper))
+    of_mhc = partial(bind, options=mhc_triton.MhcOptions(early_launch=hopper, inline_asm=hopper))
     families = (
         *(gemm_triton, attention_triton, experts_hopper, select_triton, engram_triton),
         *(mhc_delayed_triton, router_triton, sample_triton),

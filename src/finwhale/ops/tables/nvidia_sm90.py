@@ -51,8 +51,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         grouped_form = bind(grouped_form, min_tokens=1)
     how = {**invariant, "early_launch": True, **multiprocessors}
     options = linear_triton.LinearOptions(**how, few_tokens=few_tokens_hopper.launch)
-    on_hopper = {"early_launch": True, "inline_asm": True, "wide_tiles": True}
-    of_mhc = partial(bind, options=mhc.MhcOptions(**invariant, **on_hopper))
+    of_mhc = partial(bind, options=mhc.MhcOptions(**invariant, early_launch=True, inline_asm=True))
     mhc_post, mhc_post_pre = of_mhc(mhc.mhc_post), of_mhc(mhc.mhc_post_pre)
     return replace(
         portable,
