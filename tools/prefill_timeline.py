@@ -8,7 +8,7 @@ it prints the kernels and copies from one layer's attention to the next one's, i
 shows the CUDA stream.
 
 Each data-parallel rank has a prompt. The table counts all steps of a prompt. The profile adds some
-time of its own.
+time of its own. With --decodes, the profile shows a step in which so many sequences decode.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from finwhale.bench.arguments import add_model_arguments
-from finwhale.bench.engine import begin, open_engine
+from finwhale.bench.engine import begin, begin_decodes, open_engine, timed_steps
 from finwhale.cli.bench import run_tool
 from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError
@@ -98,18 +99,29 @@ def main(argv: Sequence[str]) -> int:
     add_model_arguments(parser, {"max_model_len"}, max_num_batched_tokens=8192, max_num_seqs=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="lengths of prompts")
     parser.add_argument("--layer", type=int, default=6, help="the layer that is printed in order")
+    about = "profile a decode of so many sequences of the first length instead"
+    parser.add_argument("--decodes", type=int, default=0, help=about)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise FinwhaleError("only a GPU has a timeline, and torch finds none")
-    engine, _ = open_engine(args, max(args.tokens) + 1)
+    engine, _ = open_engine(args, max(args.tokens) + 100)
     print(engine.memory)
     draw = random.Random(0)
     for tokens in args.tokens:
         run_prefill(engine, draw, tokens)
         times = [run_prefill(engine, draw, tokens) for _ in range(8)]
         print(f"{tokens} tokens: {statistics.median(times):.2f} ms, at least {min(times):.2f}")
+    run = partial(run_prefill, engine, draw, args.tokens[0])
+    if args.decodes:
+        ids = range(engine.model_config.vocab_size)
+        begin_decodes(engine, [draw.choices(ids, k=args.tokens[0]) for _ in range(args.decodes)])
+        steps = timed_steps(engine)
+        times = [next(steps) for _ in range(20)]
+        print(f"decode of {args.decodes}: {statistics.median(times):.2f} ms")
+        run = partial(next, steps)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        run_prefill(engine, draw, args.tokens[0])
+        run()
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))
