@@ -214,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # Ranks find a function by the name of its module, and could not import `__main__`.
     from tools import overhead
 
-    run_tool(overhead.main)  # not this module's, which the ranks could not import
+    run_tool(overhead.main)

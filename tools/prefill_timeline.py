@@ -82,10 +82,15 @@ def of_layer(found: Sequence[Launch], number: int) -> Iterator[str]:
         yield f"{after:9.1f} {launch.duration:8.1f}  {indent}{launch.name[:60]}"
 
 
-def run_prefill(engine: Engine, draw: random.Random, num_tokens: int) -> float:
-    """Prefill prompts of random tokens, one for each data-parallel rank; returns milliseconds."""
+def prompts_of(engine: Engine, draw: random.Random, count: int, length: int) -> list[list[int]]:
+    """Prompts of random tokens."""
     ids = range(engine.model_config.vocab_size)
-    prompts = [draw.choices(ids, k=num_tokens) for _ in engine.lanes]
+    return [draw.choices(ids, k=length) for _ in range(count)]
+
+
+def run_prefill(engine: Engine, draw: random.Random, num_tokens: int) -> float:
+    """Prefill a prompt for each data-parallel rank; returns milliseconds."""
+    prompts = prompts_of(engine, draw, len(engine.lanes), num_tokens)
     before = time.perf_counter()
     for prompt in prompts:
         begin(engine, prompt, 1)
@@ -102,9 +107,12 @@ def main(argv: Sequence[str]) -> int:
     about = "profile a decode of so many sequences of the first length instead"
     parser.add_argument("--decodes", type=int, default=0, help=about)
     args = parser.parse_args(argv)
+    if not 0 <= args.decodes <= args.max_num_seqs:
+        parser.error(f"--decodes must be from 0 to --max-num-seqs, which is {args.max_num_seqs}")
     if not torch.cuda.is_available():
         raise FinwhaleError("only a GPU has a timeline, and torch finds none")
-    engine, _ = open_engine(args, max(args.tokens) + 100)
+    # While the first sequences decode, a prompt of the others takes up to four steps.
+    engine, _ = open_engine(args, max(args.tokens) + 4 * args.decodes + 100)
     print(engine.memory)
     draw = random.Random(0)
     for tokens in args.tokens:
@@ -113,8 +121,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{tokens} tokens: {statistics.median(times):.2f} ms, at least {min(times):.2f}")
     run = partial(run_prefill, engine, draw, args.tokens[0])
     if args.decodes:
-        ids = range(engine.model_config.vocab_size)
-        begin_decodes(engine, [draw.choices(ids, k=args.tokens[0]) for _ in range(args.decodes)])
+        begin_decodes(engine, prompts_of(engine, draw, args.decodes, args.tokens[0]))
         steps = timed_steps(engine)
         times = [next(steps) for _ in range(20)]
         print(f"decode of {args.decodes}: {statistics.median(times):.2f} ms")
