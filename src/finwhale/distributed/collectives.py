@@ -15,7 +15,7 @@ from finwhale.distributed import ref
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops.ranks import Channel
 
-# What reads gathered rows. Each reader has its own memory for them.
+# The part of the model that reads gathered rows. Each part has memory of its own for them.
 Reader = Literal["experts", "compressor", "window"]
 
 

@@ -19,7 +19,8 @@ from finwhale.distributed.rank import Rank
 
 FLAG_BYTES = 1024  # at the beginning of a reader's memory
 PIECES = 2  # in which a rank's rows are computed and sent
-# Allocates bytes on every rank, which all ranks can write. Returns the bytes of each rank.
+# A function that allocates so many bytes on every rank, and returns a tensor for each rank. All
+# ranks can write to all of these tensors.
 Allocate = Callable[[int], Sequence[Tensor]]
 
 

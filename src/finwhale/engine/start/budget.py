@@ -107,10 +107,10 @@ class MemoryBudget:
         return length
 
     def reserve_workspace(self, runner: ModelRunner, weights_and_cache: int) -> int:
-        """Run the largest steps once to reserve their memory and load their kernels; those with
-        prefill in their graph if graphs run all of them.
+        """Run the largest steps once to reserve their memory and load their kernels.
 
-        Pinned memory of the host is reserved too.
+        If graphs run every prefill, the largest graph runs without tokens. Pinned memory of the
+        host is reserved too.
 
         Args:
             weights_and_cache: their bytes.

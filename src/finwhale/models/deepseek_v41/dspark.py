@@ -59,7 +59,7 @@ class DsparkHead(BlockDrafts):
             stage.attn.store_window_row(own, inputs, rotary, cache)
 
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
-        """Compute the hidden states [B,G,D] of each sequence's next block."""
+        """Return the hidden states [B,G,D] of the tokens that each sequence may draft next."""
         hidden = self.run_layers(self.layers, self.block_inputs(start), cache, segments)
         return hidden.view(-1, self.sizes.num_rows, hidden.shape[1])
 

@@ -230,7 +230,7 @@ class DeepseekV41(DeepseekModel):
         return self._forward(self._one_of_each(), inputs, cache, segments)
 
     def _one_of_each(self) -> list[DecoderLayer]:
-        """The layers whose streams the draft head reads, and one layer of each other kind."""
+        """Return one layer of each kind. A layer that the draft head reads is a kind of its own."""
         config, found = self.config, dict[object, DecoderLayer]()
         targets = () if config.dspark is None else config.dspark.target_layer_ids
         for number, layer in enumerate(self.layers):

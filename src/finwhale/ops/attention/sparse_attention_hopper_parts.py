@@ -168,6 +168,13 @@ def _rope(heads):
 
 
 @gluon.jit
+def _rotation(rotary_ptr, PAIRS: gl.constexpr):
+    """Load cos and sin [1,32] of a token's position."""
+    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
+    return gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
+
+
+@gluon.jit
 def _rotate(word, factor, cos, sin):
     """Rotate pairs, and multiply them by `factor`. A word holds a pair of bfloat16."""
     even = (word << 16).to(gl.float32, bitcast=True) * factor
@@ -212,7 +219,7 @@ def prepare_query(q_shared, head0, num_heads, query):
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
     rope = (q_ptr + pair_head * stride_qa + 448).to(gl.pointer_type(gl.int32)) + pair
     word = gl.load(rope, mask=pair_head < num_heads, other=0)
-    cos, sin = gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
+    cos, sin = _rotation(rotary_ptr, PAIRS)
     q = q.to(gl.float32)
     rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
     q_shared.store((q * gl.expand_dims(rstd * UP, 1)).to(gl.bfloat16))
@@ -229,8 +236,7 @@ def store_heads(out_shared, head0, num_heads, out_at, ROUND: gl.constexpr):
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
-    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
-    cos, sin = gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
+    cos, sin = _rotation(rotary_ptr, PAIRS)
     rope = _rope(out_shared)
     rope.store(_rotate(rope.load(PAIRS), 1.0, cos, -sin))
     head = head0 + gl.arange(0, H, gl.SliceLayout(1, HEADS))

@@ -51,8 +51,8 @@ HELD_BYTES = 32768
 MIN_ROWS = 4
 CHUNK = 1024
 MIN_PROGRAMS = 384
-# tile_kernel divides K into parts of 8, 9 or 10 chunks: the first of these numbers that divides the
-# number of chunks of K. If none does, a part has 8.
+# tile_kernel divides K into parts of chunks. A part has the first of these numbers that divides the
+# number of chunks of K, or the first number if none divides it.
 # K is not split if it has at most UNSPLIT_CHUNKS, and the weight at least MANY_ROWS.
 PART_CHUNKS = (8, 9, 10)
 UNSPLIT_CHUNKS = 20

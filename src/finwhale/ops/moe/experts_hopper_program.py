@@ -274,7 +274,7 @@ def hidden_values(total, pairs, limit):
 
 @gluon.jit
 def store_hidden(result, hidden_ptr, inner, first, end, tile):
-    """Store 32 hidden values of each pair. `dispatch` has chosen the row of a pair."""
+    """Store 32 hidden values of each pair. The pairs' rows are in the order of `dispatch`."""
     layout: gl.constexpr = result.type.layout
     pair_row = first + gl.arange(0, result.shape[1], gl.SliceLayout(0, layout))
     i = tile * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
@@ -284,7 +284,7 @@ def store_hidden(result, hidden_ptr, inner, first, end, tile):
 
 @gluon.jit
 def store_out(total, out, pairs, tile):
-    """Store 64 output values of each pair. Pair p is row p of the output."""
+    """Store 64 output values of each pair. Row p of the output belongs to pair p."""
     out_ptr, width = out
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(total.to(gl.bfloat16), layout)
