@@ -186,6 +186,26 @@ def test_a_rank_that_a_signal_ends_or_stops(two: LLM, number: signal.Signals) ->
     wait_for(lambda: not is_there(worker))
 
 
+def test_a_signal_is_pending_until_a_process_handles_it() -> None:
+    """Stacks are written only then: on a busy host, a process may not run for a while."""
+    code = (
+        "import signal; signal.signal(signal.SIGUSR1, lambda *_: print('handled', flush=True)); "
+        "print('ready', flush=True); signal.pause()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        while not workers.is_stopped(process.pid):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR1)
+        assert workers.is_pending(process.pid, signal.SIGUSR1)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "handled\n"
+        assert not workers.is_pending(process.pid, signal.SIGUSR1)
+    assert not workers.is_pending(process.pid, signal.SIGUSR1)
+
+
 def test_a_silent_rank_says_where_it_is(
     path: Path,
     tmp_path: Path,

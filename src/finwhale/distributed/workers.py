@@ -40,6 +40,7 @@ TICK_S = 0.25
 # can keep a heartbeat waiting for the interpreter's lock.
 STOPPED_S, SILENT_S, SILENT_AT_START_S = 1.0, 6.0, 300.0
 CONNECT_S = 60.0  # time limit for a worker's process to begin, and for its connection to rank 0
+STACKS_S = 2.0  # time limit for a silent worker to begin to write its stacks
 STOP_S = 2.0  # time limit for a worker to stop
 STUCK_S = 4.0  # time limit for the owner to notice a failure, before `on_stuck`
 
@@ -149,6 +150,10 @@ class _Child:
     def write_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, STACKS_SIGNAL)
+        # A busy host may not run the process for a while.
+        end = time.monotonic() + STACKS_S
+        while is_pending(self.pid, STACKS_SIGNAL) and time.monotonic() < end:
+            time.sleep(0.01)
         time.sleep(TICK_S)
 
     def wait(self, seconds: float | None) -> bool:
@@ -426,3 +431,12 @@ def is_stopped(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state == "T"
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a process has not begun to handle a signal that was sent to it."""
+    try:
+        pending = Path(f"/proc/{pid}/status").read_text().partition("ShdPnd:")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return bool(int(pending, 16) >> (number - 1) & 1)
