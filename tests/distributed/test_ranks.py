@@ -189,11 +189,12 @@ def test_a_rank_that_a_signal_ends_or_stops(two: LLM, number: signal.Signals) ->
 def test_a_signal_is_pending_until_a_process_handles_it() -> None:
     """Stacks are written only then: on a busy host, a process may not run for a while."""
     code = (
-        "import signal; signal.signal(signal.SIGUSR1, lambda *_: print('handled', flush=True)); "
-        "print('ready', flush=True); signal.pause()"
+        "import signal, sys; "
+        "signal.signal(signal.SIGUSR1, lambda *_: print('handled', flush=True)); "
+        "print('ready', flush=True); sys.stdin.read()"  # until the test closes it
     )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGSTOP)
         while not workers.is_stopped(process.pid):
