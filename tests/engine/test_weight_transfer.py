@@ -17,7 +17,16 @@ from finwhale.engine.loop import weight_updates
 from finwhale.engine.ranks import rank_weights
 from finwhale.engine.ranks.ranks import first_rank
 
-from .trainers import HOST, InThread, TorchTrainer, broadcast_of, described, free_port
+from .trainers import (
+    HOST,
+    InThread,
+    TorchTrainer,
+    broadcast_of,
+    described,
+    free_port,
+    listening,
+    port_of,
+)
 from .weights import bits_of, weights_of
 
 LONG = [7 * i % 400 for i in range(300)]  # more than a block
@@ -74,8 +83,9 @@ def connect(engine: LLM) -> Iterator[Connect]:
     made: list[TorchTrainer] = []
 
     def work(seconds: float = 120) -> TorchTrainer:
-        port = free_port()
-        trainer = InThread(lambda: TorchTrainer(port, 2, "trainer", seconds))
+        listener = listening()
+        port = port_of(listener)
+        trainer = InThread(lambda: TorchTrainer(listener, 2, "trainer", seconds))
         engine.init_weights_update_group(HOST, port, group_name="trainer", timeout_seconds=seconds)
         made.append(trainer.end())
         return made[-1]

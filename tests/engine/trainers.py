@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from finwhale.engine.loop.weight_updates import BroadcastTensors
 
@@ -18,9 +19,18 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
+    """A port on which nobody listens. Another program may take it at any time."""
+    with listening() as listener:
+        return port_of(listener)
+
+
+def listening() -> socket.socket:
+    """A socket on a port of its own."""
+    return socket.create_server((HOST, 0))
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
 
 
 def described(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[Any]]:
@@ -40,24 +50,34 @@ def broadcast_of(
 
 
 class TorchTrainer:
-    """Rank 0 of a group, made as slime's and SGLang's trainers make it."""
+    """Rank 0 of a group, made as slime's and SGLang's trainers make it.
 
-    def __init__(self, port: int, world_size: int, group_name: str, seconds: float) -> None:
+    They name a port; here the store gets a socket that has one already.
+    """
+
+    def __init__(
+        self, listener: socket.socket, world_size: int, group_name: str, seconds: float
+    ) -> None:
         timeout = timedelta(seconds=seconds)
-        url = f"tcp://{HOST}:{port}"
-        store, rank, size = next(rendezvous(url, 0, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store = TCPStore(
+            HOST,
+            port_of(listener),
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
         self.group: Any
         self.group, _ = c10d._new_process_group_helper(
-            size,
-            rank,
+            world_size,
+            0,
             [],
             c10d.Backend("gloo"),
             c10d.PrefixStore(group_name, store),
             group_name=group_name,  # type: ignore[arg-type]
             timeout=timeout,
         )
-        c10d._world.pg_group_ranks[self.group] = {i: i for i in range(size)}
+        c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -82,6 +102,7 @@ class InThread:
         try:
             self.result = work()
         except BaseException as error:
+            traceback.print_exc()  # what waits for the work may fail first
             self._error = error
 
     def end(self, seconds: float = 120) -> Any:

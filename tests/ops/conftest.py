@@ -14,7 +14,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TRITON = importlib.util.find_spec("triton") is not None
-collect_ignore_glob = [] if TRITON else ["test_triton_*.py"]
+INTERPRETED = ("test_triton_", "test_gluon_")  # tests of kernels that run without a GPU
+collect_ignore_glob = [] if TRITON else [f"{start}*.py" for start in INTERPRETED]
 Report = dict[str, Any]
 
 
@@ -27,7 +28,7 @@ class Compile(Protocol):
 @pytest.fixture(autouse=True)
 def one_thread_in_the_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
     """The interpreter's many small operations are slower on several threads."""
-    if not request.path.name.startswith("test_triton_"):
+    if not request.path.name.startswith(INTERPRETED):
         yield
         return
     threads = torch.get_num_threads()

@@ -8,7 +8,15 @@ import httpx2 as httpx
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engine.trainers import HOST, InThread, TorchTrainer, described, free_port
+from tests.engine.trainers import (
+    HOST,
+    InThread,
+    TorchTrainer,
+    described,
+    free_port,
+    listening,
+    port_of,
+)
 from tests.support.tensors import read_tensors
 from torch import Tensor
 
@@ -55,8 +63,9 @@ class Asked:
 
     def group(self, group_name: str, init: str, **more: Any) -> TorchTrainer:
         """The trainer of a group with the server's engine."""
-        port = free_port()
-        joining = InThread(lambda: TorchTrainer(port, 2, group_name, 30))
+        listener = listening()
+        port = port_of(listener)
+        joining = InThread(lambda: TorchTrainer(listener, 2, group_name, 30))
         place = {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": 2}
         body = place | more | {"group_name": group_name}
         self.post(init, body if "update_group" in init else {"init_info": body})

@@ -10,7 +10,8 @@ from torch import Tensor
 
 def run_ptx(source: str, *inputs: Tensor) -> list[Tensor]:
     """What the decoders' few PTX instructions compute of 32-bit words, int64 here."""
-    lines = [line.rstrip(";").replace(",", "").split() for line in source.splitlines()]
+    texts = (line.strip() for line in source.splitlines())
+    lines = [text.rstrip(";").replace(",", "").split() for text in texts if text]
     outputs = len({word for line in lines for word in line[1:2] if word[0] == "$"})
     values = {f"${outputs + i}": word for i, word in enumerate(inputs)}
 
@@ -33,8 +34,11 @@ def run_ptx(source: str, *inputs: Tensor) -> list[Tensor]:
         x, *rest = map(value, operands[1:])
         if name == "prmt.b32":
             both = x | rest[0] << 32
-            parts = [(both >> 8 * (rest[1] >> 4 * i & 7) & 255) << 8 * i for i in range(4)]
-            found = torch.stack(parts).sum(0)
+            found = torch.zeros_like(x)
+            for i in range(4):
+                nibble = int(rest[1]) >> 4 * i & 15
+                byte = both >> 8 * (nibble & 7) & 255
+                found |= (byte >> 7) * 255 << 8 * i if nibble & 8 else byte << 8 * i
         elif name == "lop3.b32":
             assert rest[2] == 0xEA
             found = x & rest[0] | rest[1]
