@@ -9,21 +9,32 @@ Hopper's instructions.
 
 Each partition of gl.warp_specialize is a thread, and one of them runs at a time. Before each access
 to shared memory and each operation on an mbarrier or MMA, the schedule chooses which one goes on.
-Vector clocks tell which accesses are ordered with any schedule. These raise KernelFault:
+A TMA load is in flight from its issue on. It ends when the schedule chooses it: then its bytes are
+in shared memory, and its barrier has received them. Vector clocks tell which accesses are ordered
+with any schedule. These raise KernelFault:
 
-- a deadlock;
-- an arrival that is not ordered after the end of its barrier's last phase: with another schedule,
-  it comes in an earlier phase, which then has too many arrivals;
+- a deadlock, such as a wait for more bytes than TMA loads bring;
+- a phase that gets more bytes than it expects;
+- an arrival or a TMA load that is not ordered after the end of its barrier's last phase: with
+  another schedule, it comes in an earlier phase, which then has too many of them;
 - a wait that misses its phase: a wait knows only the phase's parity;
 - two accesses to a byte of shared memory without an order, one of which is a write. An MMA reads
-  its operands from its issue to the wait for it;
-- an MMA that reads stored bytes without a fence_async_shared by the writer between the store and
-  the arrival that publishes it (or the MMA itself);
+  its operands from its issue to the wait for it. A TMA load writes after what its partition knows
+  at its issue, and before the waits for the phase;
+- an MMA that reads or a TMA load that overwrites stored bytes without a fence_async_shared by the
+  writer between the store and the arrival that publishes it (or the MMA or TMA load itself), and a
+  TMA load without one after its barrier's mbarrier.init;
+- a TMA load to memory of another shape, swizzle or alignment, and one that no wait follows;
 - a result of an MMA that did not pass through the wait for it, and an MMA without a wait;
-- a read of shared memory before a write, and an access outside of a tensor.
+- a read of shared memory before a write, except for whole rows or columns of an MMA's operand, of
+  which nobody may read the result: unwritten floats are NaN;
+- an access outside of a tensor, and one to swizzled memory through a layout without the swizzle.
 
-Not modelled: layouts, swizzles, registers, the threads of a partition, asynchronous copies, order
-of accesses to global memory, and time. GEMMs and sums are computed in float64 and rounded once.
+Not modelled: layouts, registers, the threads of a partition (the compiler synchronises them), other
+asynchronous copies, clusters, the order of accesses to global memory, early launches, and time.
+Before a TMA load, an ordinary load from the same bytes needs an order but no fence. GEMMs and sums
+are computed in float64 and rounded once. A register of inline PTX has neighbours in the last
+dimension.
 """
 
 import builtins
@@ -39,11 +50,15 @@ import torch
 from tests.support.ptx import run_ptx
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_programs import IN_FLIGHT, Allocation, Barrier, Mma, Program, Schedule, Shared
+from .gluon_memory import Allocation, Mma, Shared, row_major, swizzle_bytes
+from .gluon_programs import IN_FLIGHT, Barrier, Program, Schedule
+from .gluon_tma import Descriptor, TmaLoad
 from .gluon_values import (
     ARRAYS,
     KERNEL_MARK,
+    MEMORY,
     Pointer,
     Value,
     elementwise,
@@ -57,19 +72,38 @@ from .gluon_values import (
 )
 
 
-def pair_of_bfloat16(high: Any, low: Any) -> Value:
-    both = np.stack(np.broadcast_arrays(low.data, high.data), -1)
-    return Value(to_memory(both, gl.bfloat16).view(np.int32)[..., 0], gl.int32)
+def registers(x: Value, shape: Sequence[int], pack: int) -> list[torch.Tensor]:
+    """32-bit registers, int64 here, with `pack` neighbours of the last dimension in each, or in
+    several if they need more bits.
+    """
+    data = np.broadcast_to(to_memory(x.data, x.dtype), shape)
+    packed = np.ascontiguousarray(
+        data.reshape(*shape[:-1], -1, pack) if pack > 1 else data[..., None]
+    )
+    words = packed.view(f"u{min(4, packed.itemsize * pack)}")
+    return [torch.from_numpy(words[..., i].astype(np.int64)) for i in range(words.shape[-1])]
 
 
-def inline_asm(asm: str, constraints: str, args: Any, **options: Any) -> Any:
-    if asm.startswith("cvt.rn.bf16x2.f32"):
-        return pair_of_bfloat16(*args)
+def from_registers(words: list[torch.Tensor], dtype: Any, pack: int) -> Value:
+    size = min(4, itemsize(dtype) * pack)
+    packed = np.stack([word.numpy().astype(f"u{size}") for word in words], -1)
+    data = packed.view(MEMORY[dtype.name])
+    data = data.reshape(*data.shape[:-2], -1) if pack > 1 else data[..., 0]
+    return Value(from_memory(data, dtype), dtype)
+
+
+def inline_asm(
+    asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool = True, pack: int = 1
+) -> Any:
+    types = dtype if isinstance(dtype, tuple) else (dtype,)
     if not args or asm.startswith("prefetch"):
-        return Value(0, gl.int32)  # these instructions change no value
-    arrays = np.broadcast_arrays(*(arg.data for arg in args))
-    words = run_ptx(asm, *(torch.from_numpy(x.astype(np.int64) & 0xFFFFFFFF) for x in arrays))
-    return tuple(Value(word.numpy().astype(np.uint32).view(np.int32), gl.int32) for word in words)
+        return Value(0, types[0])  # these instructions change no value
+    shape = np.broadcast_shapes(*(arg.shape for arg in args))
+    words = run_ptx(asm, *(word for arg in args for word in registers(arg, shape, pack)))
+    values, each = [], len(words) // len(types)
+    for i, kind in enumerate(types):
+        values.append(from_registers(words[i * each : (i + 1) * each], kind, pack))
+    return tuple(values) if isinstance(dtype, tuple) else values[0]
 
 
 def reduction(function: Any) -> Any:
@@ -88,6 +122,21 @@ def where(condition: Any, x: Any, y: Any) -> Value:
     return Value(np.where(unwrap(condition), unwrap(x), unwrap(y)), result_type(x, y))
 
 
+def assigned_name() -> str:
+    """The kernel's variable that gets what is computed, here or in the function that called."""
+    frame = kernel_frame()
+    while KERNEL_MARK in frame.f_globals:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if "=" in line:
+            return line.split("=")[0].rstrip("+ ").strip()
+        frame = frame.f_back
+    return "memory"
+
+
+def checked(condition: Any, message: str = "") -> None:
+    assert condition, message
+
+
 # Functions of gl that need no program.
 FUNCTIONS: dict[str, Any] = {
     "constexpr": lambda x: x,
@@ -96,6 +145,12 @@ FUNCTIONS: dict[str, Any] = {
     "full": full,
     "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype),
     "where": where,
+    "broadcast": lambda x, y: tuple(
+        value.like(data)
+        for value, data in zip((x, y), np.broadcast_arrays(x.data, y.data), strict=True)
+    ),
+    "multiple_of": lambda x, size: x,
+    "static_assert": checked,
     "cdiv": lambda x, y: (x + y - 1) // y,
     "convert_layout": lambda x, layout, assert_trivial=False: x,
     "expand_dims": lambda x, axis: x.like(np.expand_dims(x.data, axis)),
@@ -120,7 +175,7 @@ FUNCTIONS: dict[str, Any] = {
 
 
 class Language:
-    """What a kernel calls: gl, and the functions of gl.nvidia.hopper and of its mbarrier module.
+    """What a kernel calls: gl, and functions of gl.nvidia.hopper, its mbarrier and tma modules.
 
     One object stands for all modules, because no two functions have the same name.
     """
@@ -134,8 +189,10 @@ class Language:
     def __getattr__(self, name: str) -> Any:
         if name in FUNCTIONS:
             return FUNCTIONS[name]
-        if name in ("nvidia", "hopper", "mbarrier"):
+        if name in ("nvidia", "hopper", "mbarrier", "tma"):
             return self
+        if name in ("NVMMASharedLayout", "SwizzledSharedLayout"):
+            return getattr(gl, name)
         if name.endswith("Layout"):
             return lambda *args, **options: None
         if name == "pointer_type" or isinstance(getattr(gl, name, None), gl.dtype):
@@ -213,18 +270,22 @@ class Language:
         data = np.broadcast_to(unwrap(value), mask.shape)[mask]
         memory[numbers] = to_memory(data, pointer.dtype.element_ty)
 
-    # Shared memory and mbarriers, which have the name of the kernel's variable.
+    # Shared memory and mbarriers.
 
-    def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any = None) -> Shared:
-        frame = kernel_frame()
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        name = line.split("=")[0].strip() if "=" in line else "memory"
+    def allocate_shared_memory(
+        self, dtype: Any, shape: Any, layout: Any = None, value: Value | None = None
+    ) -> Shared:
+        name = assigned_name()
         self.program.names[name] += 1
         if self.program.names[name] > 1:
             name += f" ({self.program.names[name]})"
-        shape = [int(n) for n in shape]
-        sizes = [itemsize(dtype) * int(np.prod(shape[i:])) for i in range(len(shape) + 1)]
-        return Shared(self.program, Allocation(name, sizes[0]), dtype, 0, shape, sizes[1:])
+        shape = tuple(int(n) for n in shape)
+        strides = row_major(shape, itemsize(dtype))
+        memory = Allocation(name, shape[0] * strides[0])
+        shared = Shared(self.program, memory, dtype, 0, shape, strides, swizzle_bytes(layout))
+        if value is not None:
+            shared.store(value)
+        return shared
 
     def name_of(self, memory: Shared) -> str:
         return f"{memory.memory.name}[{memory.offset // 8}]"
@@ -245,6 +306,10 @@ class Language:
         if pred:
             self.barrier_of(memory).arrive(int(count))
 
+    def expect(self, memory: Shared, num_bytes: Any, pred: Any = True) -> None:
+        if pred:
+            self.barrier_of(memory).arrive(1, int(num_bytes))
+
     def wait(self, memory: Shared, phase: Any, pred: Any = True, deps: Any = ()) -> None:
         if pred:
             self.barrier_of(memory).wait(int(phase))
@@ -252,6 +317,16 @@ class Language:
     def fence_async_shared(self, *args: Any, **options: Any) -> None:
         me = self.program.current
         me.known.times[1, me.number] = me.known.times[0, me.number]
+
+    def async_load(
+        self, desc: Descriptor, coord: Any, barrier: Shared, result: Shared, pred: Any = True
+    ) -> None:
+        self.program.event()
+        if pred:
+            load = TmaLoad(desc, [*map(int, coord)], self.barrier_of(barrier), result)
+            self.program.loads.append(load)
+
+    async_copy_global_to_shared = async_load
 
     # MMAs.
 
@@ -270,8 +345,8 @@ class Language:
             self.program.fault(f"warpgroup_mma of shapes {a.shape}, {b.shape} and {acc.shape}")
         me = self.program.current
         mma = Mma(me, a, b, acc, bool(use_acc))
-        for operand in mma.shared:
-            operand.check_read(by_mma=True)
+        for operand, inner in mma.shared:
+            operand.check_operand(inner)
             operand.mark_read(IN_FLIGHT)
         me.pending.append(mma)
         return mma if is_async else self.warpgroup_mma_wait(0, [mma])
@@ -283,10 +358,10 @@ class Language:
         while len(me.pending) > int(num_outstanding):
             mma = me.pending.pop(0)
             mma.compute()
-            for operand in mma.shared:
+            for operand, _ in mma.shared:
                 operand.mark_read(time, ended=True)
         for mma in me.pending:
-            for operand in mma.shared:
+            for operand, _ in mma.shared:
                 operand.mark_read(IN_FLIGHT)
         pending = [*map(id, me.pending)]
         results = tuple(
@@ -301,6 +376,8 @@ class Language:
 def argument(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return Pointer.of(x)
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(x)
     return Value(x, result_type(x)) if isinstance(x, int | float) else x
 
 
@@ -321,7 +398,7 @@ def launch(
         language.program = Program(ids, schedule, num_warps)
         with np.errstate(all="ignore"):
             function(**values)
-        language.program.current.end()
+        language.program.end()
 
 
 @contextmanager

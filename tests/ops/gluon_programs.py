@@ -1,79 +1,116 @@
-"""Programs of partitions, mbarriers, shared memory and MMAs, for gluon_interpreter.py."""
+"""Programs of partitions, mbarriers and TMA loads in flight, for gluon_interpreter.py."""
 
 import random
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
 
-from .gluon_values import MEMORY, KernelFault, Value, from_memory, itemsize, kernel_line, to_memory
+from .gluon_values import KernelFault, kernel_line
 
 MAX_PARTITIONS = 16  # of a program
+MAX_ACTORS = 64  # partitions, and barriers that TMA loads signal
+TMA = MAX_PARTITIONS  # stands for the TMA loads in a schedule
 IN_FLIGHT = np.iinfo(np.int32).max  # the time of an MMA's reads before the wait for it
 
 
 class Schedule:
-    """Chooses which partition goes on, the same in every run.
+    """Chooses which partition goes on, or that a TMA load ends, the same in every run.
 
     first: partitions, by their numbers in the list of gl.warp_specialize, that go on whenever they
-    can, the first one first. The others are drawn with weights that differ between programs.
+    can, the first one first. TMA among them: loads end at once; all partitions but not TMA: loads
+    end when no partition can go on. The others are drawn with weights that differ between programs.
     """
 
     def __init__(self, seed: int = 0, first: Sequence[int] = ()) -> None:
         self.random, self.first = random.Random(seed), first
 
     def begin(self) -> None:
-        self.weights = [self.random.random() ** 3 + 0.01 for _ in range(MAX_PARTITIONS)]
+        self.weights = [self.random.random() ** 3 + 0.01 for _ in range(MAX_PARTITIONS + 1)]
 
-    def choose(self, runnable: Sequence["Partition"]) -> "Partition":
+    def choose(self, runnable: Sequence["Partition"], loads: list[Any]) -> "Partition | None":
+        """None: one of the loads ends, which `choose_load` chooses."""
+        choices = {partition.index: partition for partition in runnable}
+        numbers = [*choices, TMA] if loads else [*choices]
         for index in self.first:
-            for partition in runnable:
-                if partition.index == index:
-                    return partition
-        weights = [self.weights[partition.index] for partition in runnable]
-        return self.random.choices(runnable, weights)[0]
+            if index in numbers:
+                return choices.get(index)
+        weights = [self.weights[index] for index in numbers]
+        return choices.get(self.random.choices(numbers, weights)[0])
+
+    def choose_load(self, loads: list[Any]) -> Any:
+        return loads.pop(self.random.randrange(len(loads)))
 
 
 class Knowledge:
     """A vector clock: what has happened before, with any schedule.
 
     Attributes:
-        times: [0,p]: the last access of partition p that has happened before; [1,p]: the last one
-            that p's fences make visible to MMAs.
+        times: [0,a]: the last access of actor a that has happened before; [1,a]: the last one that
+            is visible to MMAs and TMA: that of a TMA load, or one before a partition's fence.
         arrivals: the number of arrivals by (barrier, partition).
+        phases: the number of phases of each barrier that have ended.
     """
 
     def __init__(self) -> None:
-        self.times = np.zeros((2, MAX_PARTITIONS), np.int32)
+        self.times = np.zeros((2, MAX_ACTORS), np.int32)
         self.arrivals: Counter[tuple[str, int]] = Counter()
+        self.phases: Counter[str] = Counter()
 
     def learn(self, other: "Knowledge") -> None:
         np.maximum(self.times, other.times, out=self.times)
         self.arrivals |= other.arrivals
+        self.phases |= other.phases
 
 
-class Partition:
+class Actor:
+    """Who accesses shared memory: a partition, or the TMA loads that signal one barrier.
+
+    Attributes:
+        number: its number in the program; 0 is the code around gl.warp_specialize.
+        places: the kernel's line of each access, by time.
+    """
+
+    def __init__(self, program: "Program", name: str) -> None:
+        self.program, self.name, self.number = program, name, len(program.actors)
+        self.places = [""]
+        program.actors.append(self)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Access:
+    """An access to shared memory: by whom, what it is ordered after, and the kernel's line."""
+
+    actor: Actor
+    known: Knowledge
+    place: str = field(default_factory=kernel_line)
+
+    def __str__(self) -> str:
+        return f"{self.actor}, {self.place}"
+
+
+class Partition(Actor):
     """A group of warps, which runs in a thread of its own.
 
     Attributes:
         index: its number in the list of gl.warp_specialize.
-        number: its number in the program; 0 is the code around gl.warp_specialize.
-        places: the kernel's line of each access, by time.
         pending: MMAs that it has not waited for.
         waits_for: a barrier and the number of a phase.
     """
 
     def __init__(self, program: "Program", name: str, index: int, warps: int) -> None:
-        self.program, self.name, self.index, self.warps = program, name, index, warps
-        self.number = len(program.partitions)
+        super().__init__(program, f"partition {name}")
+        self.index, self.warps = index, warps
         self.known = Knowledge()
-        self.places = [""]
-        self.pending: list[Mma] = []
+        self.pending: list[Any] = []
         self.waits_for: tuple[Barrier, int] | None = None
         self.turn = threading.Semaphore(0)
-        program.partitions.append(self)
 
     def tick(self) -> int:
         """The time of a new access."""
@@ -94,11 +131,15 @@ class Stopped(BaseException):
 
 
 class Program:
-    """One program of a launch. Its partition `current` runs; `live` have not ended."""
+    """One program of a launch.
+
+    Its partition `current` runs; the partitions `live` and the TMA `loads` have not ended.
+    """
 
     def __init__(self, ids: tuple[int, ...], schedule: Schedule, warps: int) -> None:
         self.ids, self.schedule = ids, schedule
-        self.partitions: list[Partition] = []
+        self.actors: list[Actor] = []
+        self.loads: list[Any] = []
         self.barriers: dict[str, Barrier] = {}
         self.names: Counter[str] = Counter()
         self.error: BaseException | None = None
@@ -106,9 +147,10 @@ class Program:
         self.live = [self.current]
         schedule.begin()
 
-    def fault(self, text: str) -> NoReturn:
-        name = self.current.name
-        raise KernelFault(f"program {self.ids}, partition {name}, {kernel_line()}: {text}")
+    def fault(self, text: str, by: Access | None = None) -> NoReturn:
+        """`by`: what does it, if not the current partition."""
+        who = by or Access(self.current, self.current.known)
+        raise KernelFault(f"program {self.ids}, {who}: {text}")
 
     def event(self, waits_for: "tuple[Barrier, int] | None" = None) -> None:
         """Let the schedule choose which partition goes on; return when it is the caller's turn."""
@@ -123,15 +165,17 @@ class Program:
         me.waits_for = None
 
     def choose(self) -> Partition:
-        runnable = [partition for partition in self.live if partition.can_run()]
-        if not runnable:
-            waits = [(p, *p.waits_for) for p in self.live if p.waits_for is not None]
-            texts = [
-                f"partition {p.name} waits for phase {phase} of {barrier}"
-                for p, barrier, phase in waits
-            ]
-            self.fault("deadlock: " + "; ".join(texts))
-        return self.schedule.choose(runnable)
+        """The partition that goes on. Loads may end before."""
+        while True:
+            runnable = [partition for partition in self.live if partition.can_run()]
+            if not runnable and not self.loads:
+                waits = [(p, *p.waits_for) for p in self.live if p.waits_for is not None]
+                texts = [f"{p} waits for phase {phase} of {barrier}" for p, barrier, phase in waits]
+                self.fault("deadlock: " + "; ".join(texts))
+            chosen = self.schedule.choose(runnable, self.loads)
+            if chosen is not None:
+                return chosen
+            self.schedule.choose_load(self.loads).finish()
 
     def specialise(self, work: Sequence[tuple[Any, Any]], worker_warps: Sequence[Any]) -> None:
         main = self.current
@@ -148,8 +192,7 @@ class Program:
         for partition, thread in zip(parts, threads, strict=True):
             partition.known.learn(main.known)
             thread.start()
-        self.current = self.choose()
-        self.current.turn.release()
+        self.pass_on()
         for thread in threads:
             thread.join()
         if self.error is not None:
@@ -168,56 +211,96 @@ class Program:
                 partition.end()
                 self.live.remove(partition)
                 if self.live:
-                    self.current = self.choose()
-                    self.current.turn.release()
+                    self.pass_on()
         except Stopped:
             pass
         except BaseException as error:
-            self.error = error
-            for other in self.live:
-                other.turn.release()
+            self.stop(error)
+
+    def pass_on(self) -> None:
+        """Let a partition go on."""
+        try:
+            self.current = self.choose()
+            self.current.turn.release()
+        except KernelFault as error:
+            self.stop(error)
+
+    def stop(self, error: BaseException) -> None:
+        self.error = error
+        for partition in self.live:
+            partition.turn.release()
+
+    def end(self) -> None:
+        self.current.end()
+        for barrier in self.barriers.values():
+            missing = barrier.num_loads - self.current.known.times[0, barrier.loader.number]
+            if missing:
+                self.fault(f"the program ends without a wait for {missing} TMA loads of {barrier}")
 
 
 class Barrier:
-    """An mbarrier. Its last arrival ends a phase, and the next phase begins.
+    """An mbarrier. A phase ends with its last arrival and the last byte that TMA loads bring.
 
     Attributes:
         completed: number of phases that have ended.
         missing: arrivals that this phase still needs.
+        missing_bytes: bytes that are expected and have not come; below 0: come, but not expected.
         gathered: what all arrivals knew; released: those until the end of the last phase.
+        loader: stands for the TMA loads that signal this barrier; num_loads: those issued.
+        initialised: the partition that has initialised it, and when.
     """
 
     def __init__(self, program: Program, name: str, count: int) -> None:
         self.program, self.name, self.count = program, name, count
-        self.completed, self.missing = 0, count
+        self.completed, self.missing, self.missing_bytes = 0, count, 0
         self.gathered, self.released = Knowledge(), Knowledge()
+        self.loader, self.num_loads = Actor(program, f"a TMA load of {name}"), 0
+        self.initialised = program.current.number, program.current.tick()
 
     def __str__(self) -> str:
         state = f"phase {self.completed} needs {self.missing} of {self.count} arrivals"
+        if self.num_loads or self.missing_bytes:
+            state += f" and {self.missing_bytes} bytes"
         return f"{self.name}, whose {state}"
 
     def known_phases(self) -> int:
         """Number of phases that have ended before, with any schedule."""
-        arrivals = self.program.current.known.arrivals
-        return sum(n for (name, _), n in arrivals.items() if name == self.name) // self.count
+        known = self.program.current.known
+        if self.num_loads:
+            return known.phases[self.name]
+        return sum(n for (name, _), n in known.arrivals.items() if name == self.name) // self.count
 
-    def arrive(self, count: int) -> None:
+    def check_phase(self, text: str) -> None:
+        """Fault unless the phase before the current one has ended with any schedule."""
+        known = self.known_phases()
+        if known < self.completed:
+            self.program.fault(f"{text} {self}; known to have ended: {known} phases")
+
+    def arrive(self, count: int, num_bytes: int = 0) -> None:
         program, me = self.program, self.program.current
         program.event()
-        known = self.known_phases()
-        if count > self.missing or known < self.completed:
-            program.fault(
-                f"too many arrivals: {count} at {self}; known to have ended: {known} phases"
-            )
+        text = f"too many arrivals: {count} at"
+        if count > self.missing:
+            program.fault(f"{text} {self}")
+        self.check_phase(text)
         me.known.arrivals[self.name, me.number] += count
         self.gathered.learn(me.known)
         self.missing -= count
-        if self.missing == 0:
-            self.completed, self.missing = self.completed + 1, self.count
-            self.released.learn(self.gathered)
-            for other in program.live:
-                if other.waits_for is not None and other.waits_for[0] is self:
-                    self.check_missed(other, other.waits_for[1])
+        self.missing_bytes += num_bytes
+        self.end_phase(Access(me, me.known))
+
+    def end_phase(self, by: Access) -> None:
+        """End the phase if nothing is missing."""
+        if self.missing or self.missing_bytes > 0:
+            return
+        if self.missing_bytes < 0:
+            self.program.fault(f"more bytes than expected at {self}", by)
+        self.completed, self.missing = self.completed + 1, self.count
+        self.gathered.phases[self.name] = self.completed
+        self.released.learn(self.gathered)
+        for other in self.program.live:
+            if other.waits_for is not None and other.waits_for[0] is self:
+                self.check_missed(other, other.waits_for[1])
 
     def wait(self, parity: int) -> None:
         """Wait for the phase of this parity that is the last one that has ended, or the next."""
@@ -231,149 +314,4 @@ class Barrier:
 
     def check_missed(self, partition: Partition, phase: int) -> None:
         if self.completed >= phase + 2:
-            self.program.fault(f"partition {partition.name} misses phase {phase} of {self}")
-
-
-# --- Shared memory and MMAs -----------------------------------------------------------------------
-
-
-class Allocation:
-    """Shared memory: its bytes, and of each byte the last writer, the time of its write, and the
-    time of each partition's last read. Time 0: never.
-    """
-
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self.bytes = name, np.zeros(size, np.uint8)
-        self.writer, self.written = np.zeros(size, np.int8), np.zeros(size, np.int32)
-        self.reads: dict[int, Any] = {}
-
-
-class Shared:
-    """A view of shared memory (gl.shared_memory_descriptor). Elements are in logical order."""
-
-    def __init__(
-        self,
-        program: Program,
-        memory: Allocation,
-        dtype: Any,
-        offset: int,
-        shape: Sequence[int],
-        strides: Sequence[int],
-    ) -> None:
-        self.program, self.memory, self.dtype, self.offset = program, memory, dtype, offset
-        self.shape, self.strides = tuple(shape), tuple(strides)
-
-    def view(self, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
-        return Shared(self.program, self.memory, self.dtype, offset, shape, strides)
-
-    def index(self, index: Any) -> Any:
-        return self.view(self.slice(index, 1).offset, self.shape[1:], self.strides[1:])
-
-    def slice(self, start: Any, length: Any, dim: int = 0) -> Any:
-        start, length = int(start), int(length)
-        if start < 0 or start + length > self.shape[dim]:
-            self.program.fault(f"{self.memory.name} {self.shape} has no {start}:{start + length}")
-        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        return self.view(self.offset + start * self.strides[dim], shape, self.strides)
-
-    def permute(self, order: Sequence[int]) -> Any:
-        shape, strides = ([x[i] for i in order] for x in (self.shape, self.strides))
-        return self.view(self.offset, shape, strides)
-
-    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Any:
-        """Only the size of elements may change, because swizzles are not modelled."""
-        shape, size = tuple(map(int, shape)), itemsize(dtype)
-        row_bytes = self.shape[-1] * self.strides[-1]
-        assert shape[:-1] == self.shape[:-1] and shape[-1] * size == row_bytes, "other rows"
-        strides = (*self.strides[:-1], size)
-        return Shared(self.program, self.memory, dtype, self.offset, shape, strides)
-
-    def elements(self) -> Any:
-        kind = MEMORY[self.dtype.name]
-        return np.ndarray(self.shape, kind, self.memory.bytes, self.offset, self.strides)
-
-    def load(self, layout: Any = None) -> Value:
-        self.program.event()
-        self.check_read()
-        self.mark_read(self.program.current.tick())
-        return self.value()
-
-    def value(self) -> Value:
-        return Value(from_memory(self.elements(), self.dtype), self.dtype)
-
-    def store(self, value: Value) -> None:
-        program, data = self.program, to_memory(value.data, self.dtype)
-        program.event()
-        if value.shape != self.shape or value.dtype != self.dtype:
-            program.fault(f"store of {value.dtype} {value.shape} to {self.dtype} {self.shape}")
-        me = program.current
-        writer, written = self.check_order(0, "this write is not ordered after the write")
-        for reader, times in self.memory.reads.items():
-            read = self.of_bytes(times)
-            late = read > me.known.times[0, reader]
-            self.check(late, "data race: this write is not ordered after the read", reader, read)
-        writer[...], written[...] = me.number, me.tick()
-        self.elements()[...] = data
-
-    # What is known of the view's bytes.
-
-    def of_bytes(self, array: Any) -> Any:
-        """The view [*shape, bytes of an element] of an array with a value for each byte."""
-        size = array.itemsize
-        strides = [size * stride for stride in (*self.strides, 1)]
-        shape = (*self.shape, itemsize(self.dtype))
-        return np.ndarray(shape, array.dtype, array, self.offset * size, strides)
-
-    def check(self, late: Any, text: str, who: Any, when: Any) -> None:
-        """Fault if any byte is `late`: partition who[byte] has accessed it at when[byte]."""
-        if late.any():
-            place = np.unravel_index(late.argmax(), late.shape)
-            other = self.program.partitions[np.broadcast_to(who, late.shape)[place]]
-            line = "an MMA in flight" if when[place] == IN_FLIGHT else other.places[when[place]]
-            at = [int(i) for i in place[:-1]]
-            self.program.fault(f"{self.memory.name}{at}: {text} by partition {other.name}, {line}")
-
-    def check_order(self, kind: int, text: str) -> tuple[Any, Any]:
-        """Check that all writes have happened before. Returns the bytes' writers and times."""
-        writer, written = self.of_bytes(self.memory.writer), self.of_bytes(self.memory.written)
-        late = written > self.program.current.known.times[kind][writer]
-        self.check(late, text if kind else f"data race: {text}", writer, written)
-        return writer, written
-
-    def check_read(self, by_mma: bool = False) -> None:
-        _, written = self.check_order(0, "this read is not ordered after the write")
-        if not written.all():
-            self.program.fault(f"{self.memory.name} is read before it is written")
-        if by_mma:
-            self.check_order(1, "no fence_async_shared follows the write")
-
-    def mark_read(self, time: int, ended: bool = False) -> None:
-        """Note a read; `ended`: it was IN_FLIGHT."""
-        number = self.program.current.number
-        times = self.memory.reads.setdefault(number, np.zeros_like(self.memory.written))
-        read = self.of_bytes(times)
-        read[...] = time if ended else np.maximum(read, time)
-
-
-class Mma(Value):
-    """The result of a warpgroup MMA, a @ b + acc, which is computed at the wait for it."""
-
-    def __init__(self, owner: Partition, a: Any, b: Shared, acc: Value, use_acc: bool) -> None:
-        self.owner, self.a, self.b, self.acc, self.use_acc = owner, a, b, acc, use_acc
-        self.dtype, self.result = acc.dtype, acc
-        self.shared = [x for x in (a, b) if isinstance(x, Shared)]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.acc.shape
-
-    @property
-    def data(self) -> Any:  # type: ignore[override]
-        self.owner.program.fault("a result of warpgroup_mma is used before the wait for it")
-
-    def compute(self) -> None:
-        a, b = (x.value() if isinstance(x, Shared) else x for x in (self.a, self.b))
-        total = a.data.astype(np.float64) @ b.data.astype(np.float64)
-        if self.use_acc:
-            total += (self.acc.result if isinstance(self.acc, Mma) else self.acc).data
-        self.result = Value(total, self.dtype)
+            self.program.fault(f"{partition} misses phase {phase} of {self}")

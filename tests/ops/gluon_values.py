@@ -1,7 +1,7 @@
 """Values in registers, addresses, and what they compute, for gluon_interpreter.py."""
 
+import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +150,7 @@ def result_type(*operands: Any) -> Any:
 def apply(function: Any, *operands: Any, result: Any = None) -> Value:
     """An operation by elements; `result`: its type, if that is not the operands' type."""
     dtype = result_type(*operands)
-    data = [np.asarray(unwrap(x)).astype(ARRAYS[dtype.name]) for x in operands]
+    data = [np.asarray(unwrap(x)).astype(ARRAYS[dtype.name], copy=False) for x in operands]
     if len({x.ndim for x in data if x.ndim}) > 1:
         raise KernelFault(f"{kernel_line()}: operands of shapes {[x.shape for x in data]}")
     return Value(function(*data), result or dtype)
@@ -204,4 +204,6 @@ def kernel_frame() -> Any:
 
 def kernel_line() -> str:
     frame = kernel_frame()
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "at its end"
+    if frame is None:
+        return "at its end"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -1,6 +1,6 @@
 """DeepSeek-V4.1's FP4 experts: layout, decoder and plans.
 
-Their GEMMs need a GPU (tests/gpu/test_v41_gemm.py).
+test_gluon_experts.py runs their GEMMs, and tests/gpu/test_v41_gemm.py on a GPU.
 """
 
 from dataclasses import replace

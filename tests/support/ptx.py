@@ -1,7 +1,9 @@
-"""Evaluates the few PTX instructions of the decoders of packed weights."""
+"""Evaluates the few PTX instructions that kernels use."""
 
 import inspect
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,49 +11,86 @@ from torch import Tensor
 
 
 def run_ptx(source: str, *inputs: Tensor) -> list[Tensor]:
-    """What the decoders' few PTX instructions compute of 32-bit words, int64 here."""
+    """What PTX instructions compute of 32-bit registers, int64 here."""
+    lines = _instructions(source)
+    outputs = len({target for _, target, *_ in lines if target[0] == "$"})
+    values = {f"${outputs + i}": word for i, word in enumerate(inputs)}
+    for name, target, *operands in lines:
+        found = (values[x] if x in values else _constant(x) for x in operands)
+        values[target] = INSTRUCTIONS[name](*found)
+    return [values[f"${i}"] for i in range(outputs)]
+
+
+@cache
+def _instructions(source: str) -> list[list[str]]:
+    """The name of each instruction, then its operands."""
     texts = (line.strip() for line in source.splitlines())
     lines = [text.rstrip(";").replace(",", "").split() for text in texts if text]
-    outputs = len({word for line in lines for word in line[1:2] if word[0] == "$"})
-    values = {f"${outputs + i}": word for i, word in enumerate(inputs)}
+    return [line for line in lines if line[0] not in ("{", "}", ".reg")]
 
-    def value(name: str) -> Tensor:
-        return values[name] if name in values else torch.tensor(int(name, 0))
 
-    def multiply(x: Tensor, y: Tensor) -> Tensor:
-        halves = [
-            (word >> 16 * i & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
-            for word in (x, y)
-            for i in (0, 1)
-        ]
-        pair = halves[0].double() * halves[2].double(), halves[1].double() * halves[3].double()
-        bits = [half.bfloat16().view(torch.uint16).long() for half in pair]
-        return bits[0] | bits[1] << 16
+@cache
+def _constant(text: str) -> Tensor:
+    return torch.tensor(int(text, 0))
 
-    for name, *operands in lines:
-        if name in ("{", "}", ".reg"):
-            continue
-        x, *rest = map(value, operands[1:])
-        if name == "prmt.b32":
-            both = x | rest[0] << 32
-            found = torch.zeros_like(x)
-            for i in range(4):
-                nibble = int(rest[1]) >> 4 * i & 15
-                byte = both >> 8 * (nibble & 7) & 255
-                found |= (byte >> 7) * 255 << 8 * i if nibble & 8 else byte << 8 * i
-        elif name == "lop3.b32":
-            assert rest[2] == 0xEA
-            found = x & rest[0] | rest[1]
-        else:
-            operations = {
-                "shr.u32": lambda x, y: x >> y,
-                "shl.b32": lambda x, y: x << y & 0xFFFFFFFF,
-                "and.b32": lambda x, y: x & y,
-                "mul.rn.bf16x2": multiply,
-            }
-            found = operations[name](x, *rest)
-        values[operands[0]] = found
-    return [values[f"${i}"] for i in range(outputs)]
+
+def _prmt(x: Tensor, y: Tensor, selector: Tensor) -> Tensor:
+    both = x | y << 32
+    found = torch.zeros_like(both | selector)
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = both >> 8 * (nibble & 7) & 255
+        found |= torch.where(nibble & 8 > 0, (byte >> 7) * 255, byte) << 8 * i
+    return found
+
+
+def _lop3(x: Tensor, y: Tensor, z: Tensor, table: Tensor) -> Tensor:
+    assert table == 0xEA
+    return x & y | z
+
+
+def _multiply(x: Tensor, y: Tensor) -> Tensor:
+    pairs = zip(_bfloat16_halves(x), _bfloat16_halves(y), strict=True)
+    low, high = (_bits(a.double() * b.double(), torch.bfloat16) for a, b in pairs)
+    return low | high << 16
+
+
+def _bfloat16_halves(word: Tensor) -> list[Tensor]:
+    return [(word >> shift & 0xFFFF).to(torch.uint16).view(torch.bfloat16) for shift in (0, 16)]
+
+
+def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded, as unsigned bits."""
+    rounded = x.to(dtype)
+    if dtype == torch.float32:
+        return rounded.view(torch.int32).long() & 0xFFFFFFFF
+    return rounded.view(torch.uint16).long()
+
+
+def _float32(word: Tensor) -> Tensor:
+    return word.to(torch.uint32).view(torch.float32)
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """Results below the normal numbers are 0."""
+    found = _float32(x).double().exp2()
+    return _bits(torch.where(found < 2.0**-126, 0.0, found), torch.float32)
+
+
+INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "mov.b32": lambda x: x,
+    "shr.u32": lambda x, y: x >> y,
+    "shl.b32": lambda x, y: x << y & 0xFFFFFFFF,
+    "and.b32": lambda x, y: x & y,
+    "or.b32": lambda x, y: x | y,
+    "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
+    "mul.rn.bf16x2": _multiply,
+    "ex2.approx.ftz.f32": _exp2,
+    "cvt.rn.bf16x2.f32": lambda high, low: (
+        _bits(_float32(high), torch.bfloat16) << 16 | _bits(_float32(low), torch.bfloat16)
+    ),
+}
 
 
 def halves(words: list[Tensor]) -> Tensor:

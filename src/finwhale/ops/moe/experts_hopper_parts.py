@@ -108,7 +108,7 @@ def to_odd(x):
 
     Rounding the result to E4M3, which has four bits less, equals rounding x itself. No x crosses
     the boundary between two scales, because a boundary is 448 times a power of two, which bfloat16
-    represents. test_roundingto_odd.py checks the smallest amax and 1/448 rounded to float32.
+    represents. test_rounding_to_odd.py checks the smallest amax and 1/448 rounded to float32.
     """
     bits = x.to(gl.int32, bitcast=True)
     bits = (bits | ((bits & 0xFFFF) + 0xFFFF)) >> 16
@@ -129,6 +129,7 @@ def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=READERS)
+    fence_async_shared()  # TMA loads see the barriers
     return full, empty
 
 
