@@ -102,7 +102,7 @@ class InThread:
         try:
             self.result = work()
         except BaseException as error:
-            traceback.print_exc()  # what waits for the work may fail first
+            traceback.print_exc()  # the engine may fail first, and hide this error
             self._error = error
 
     def end(self, seconds: float = 120) -> Any:

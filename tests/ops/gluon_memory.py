@@ -21,14 +21,15 @@ def row_major(shape: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 class Allocation:
-    """Shared memory: its bytes, and of each byte the last writer, the time of its write, and the
-    time of each partition's last read. Time 0: never. Floats that nobody has written are NaN.
+    """Shared memory: its bytes, and of each byte the last writer, the time of its write, and by
+    (partition, whether an MMA) the time of the last read. Time 0: never. Floats that nobody has
+    written are NaN.
     """
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.bytes = name, np.full(size, 255, np.uint8)
         self.writer, self.written = np.zeros(size, np.int8), np.zeros(size, np.int32)
-        self.reads: dict[int, Any] = {}
+        self.reads: dict[tuple[int, bool], Any] = {}
 
 
 def swizzle_bytes(layout: Any) -> int:
@@ -44,8 +45,8 @@ class Shared:
 
     Attributes:
         swizzle: see `swizzle_bytes`.
-        plain: the view takes the swizzled memory for memory that is not: only the first row of each
-            eight, which a swizzle leaves as it is, may be used.
+        plain: the view ignores the memory's swizzle. Only rows 0, 8, 16, ... of 128 bytes, which a
+            swizzle leaves as they are, may be accessed through it.
     """
 
     program: Program
@@ -76,7 +77,7 @@ class Shared:
         return self.view(self.offset, shape, strides)
 
     def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Any:
-        """Of swizzled memory, the size of elements may change, or the result has `plain`."""
+        """A view with elements of another size, or one that ignores a swizzle (`plain`)."""
         shape, swizzle = tuple(map(int, shape)), swizzle_bytes(layout)
         strides = row_major(shape, itemsize(dtype))
         if swizzle == self.swizzle != 0:
@@ -89,8 +90,8 @@ class Shared:
             assert whole and swizzle == 0 and self.swizzle in (0, 128), "a swizzle not modelled"
             if shape[0] * strides[0] > self.shape[0] * self.strides[0]:
                 self.program.fault(f"{self.memory.name} {self.shape} is too small for {shape}")
-        view = self.view(self.offset, shape, strides)
-        return replace(view, dtype=dtype, swizzle=swizzle, plain=self.swizzle > swizzle)
+        view, plain = self.view(self.offset, shape, strides), self.plain or self.swizzle > swizzle
+        return replace(view, dtype=dtype, swizzle=swizzle, plain=plain)
 
     def elements(self) -> Any:
         if self.plain:
@@ -105,7 +106,7 @@ class Shared:
     def load(self, layout: Any = None) -> Value:
         self.program.event()
         self.check_read()
-        self.mark_read(self.program.current.tick())
+        self.mark_read(self.program.current.tick(), by_mma=False)
         return self.value()
 
     def value(self) -> Value:
@@ -117,24 +118,31 @@ class Shared:
         if value.shape != self.shape or value.dtype != self.dtype:
             program.fault(f"store of {value.dtype} {value.shape} to {self.dtype} {self.shape}")
         me = program.current
-        access = Access(me, me.known)
+        access = Access(me, me.clock)
         self.check_write(access)
         self.write(data, access, me.tick())
 
-    def check_write(self, by: Access) -> None:
+    def check_write(self, by: Access, issuer: int | None = None) -> None:
+        """`issuer`: the partition that has issued the TMA load that writes.
+
+        After an ordinary load by another partition, a TMA load needs the reader's fence. Within a
+        partition, the compiler adds one.
+        """
         self.check_order(by, 0, "this write is not ordered after the write")
-        for reader, times in self.memory.reads.items():
+        for (reader, by_mma), times in self.memory.reads.items():
             read = self.of_bytes(times)
-            late = read > by.known.times[0, reader]
             text = "data race: this write is not ordered after the read"
-            self.check(late, text, by, reader, read)
+            self.check(read > by.clock.times[0, reader], text, by, reader, read)
+            if issuer is not None and reader != issuer and not by_mma:
+                text = "no fence_async_shared follows the read"
+                self.check(read > by.clock.times[1, reader], text, by, reader, read)
 
     def write(self, data: Any, by: Access, time: int) -> None:
         self.of_bytes(self.memory.writer)[...] = by.actor.number
         self.of_bytes(self.memory.written)[...] = time
         self.elements()[...] = data
 
-    # What is known of the view's bytes.
+    # The accesses to the view's bytes.
 
     def of_bytes(self, array: Any) -> Any:
         """The view [*shape, bytes of an element] of an array with a value for each byte."""
@@ -143,11 +151,11 @@ class Shared:
         shape = (*self.shape, itemsize(self.dtype))
         return np.ndarray(shape, array.dtype, array, self.offset * size, strides)
 
-    def check(self, late: Any, text: str, by: Access, who: Any, when: Any) -> None:
-        """Fault if any byte is `late`: actor who[byte] has accessed it at when[byte]."""
-        if late.any():
-            place = np.unravel_index(late.argmax(), late.shape)
-            other = self.program.actors[np.broadcast_to(who, late.shape)[place]]
+    def check(self, unordered: Any, text: str, by: Access, who: Any, when: Any) -> None:
+        """Fault if any byte is `unordered`; actor who[byte] has accessed it at when[byte]."""
+        if unordered.any():
+            place = np.unravel_index(unordered.argmax(), unordered.shape)
+            other = self.program.actors[np.broadcast_to(who, unordered.shape)[place]]
             line = "an MMA in flight" if when[place] == IN_FLIGHT else other.places[when[place]]
             at = [int(i) for i in place[:-1]]
             self.program.fault(f"{self.memory.name}{at}: {text} by {other}, {line}", by)
@@ -155,8 +163,8 @@ class Shared:
     def check_order(self, by: Access, kind: int, text: str) -> None:
         """Check that all writes have happened before."""
         writer, written = self.of_bytes(self.memory.writer), self.of_bytes(self.memory.written)
-        late = written > by.known.times[kind][writer]
-        self.check(late, text if kind else f"data race: {text}", by, writer, written)
+        unordered = written > by.clock.times[kind][writer]
+        self.check(unordered, text if kind else f"data race: {text}", by, writer, written)
 
     def check_read(self) -> None:
         self.check_ordered_read()
@@ -165,7 +173,7 @@ class Shared:
 
     def check_ordered_read(self) -> Access:
         me = self.program.current
-        access = Access(me, me.known)
+        access = Access(me, me.clock)
         self.check_order(access, 0, "this read is not ordered after the write")
         return access
 
@@ -181,10 +189,10 @@ class Shared:
             self.program.fault(f"{self.memory.name} is read before it is written")
         self.check_order(access, 1, FENCE)
 
-    def mark_read(self, time: int, ended: bool = False) -> None:
+    def mark_read(self, time: int, by_mma: bool = True, ended: bool = False) -> None:
         """Note a read; `ended`: it was IN_FLIGHT."""
-        number = self.program.current.number
-        times = self.memory.reads.setdefault(number, np.zeros_like(self.memory.written))
+        reader = self.program.current.number, by_mma
+        times = self.memory.reads.setdefault(reader, np.zeros_like(self.memory.written))
         read = self.of_bytes(times)
         read[...] = time if ended else np.maximum(read, time)
 

@@ -45,12 +45,14 @@ class Schedule:
         return loads.pop(self.random.randrange(len(loads)))
 
 
-class Knowledge:
-    """A vector clock: what has happened before, with any schedule.
+class VectorClock:
+    """What has happened before, with any schedule.
+
+    MMAs and TMA loads access shared memory through the async proxy, others through the generic one.
 
     Attributes:
         times: [0,a]: the last access of actor a that has happened before; [1,a]: the last one that
-            is visible to MMAs and TMA: that of a TMA load, or one before a partition's fence.
+            the async proxy sees: that of a TMA load, or one before a partition's fence.
         arrivals: the number of arrivals by (barrier, partition).
         phases: the number of phases of each barrier that have ended.
     """
@@ -60,7 +62,7 @@ class Knowledge:
         self.arrivals: Counter[tuple[str, int]] = Counter()
         self.phases: Counter[str] = Counter()
 
-    def learn(self, other: "Knowledge") -> None:
+    def merge(self, other: "VectorClock") -> None:
         np.maximum(self.times, other.times, out=self.times)
         self.arrivals |= other.arrivals
         self.phases |= other.phases
@@ -76,6 +78,7 @@ class Actor:
 
     def __init__(self, program: "Program", name: str) -> None:
         self.program, self.name, self.number = program, name, len(program.actors)
+        assert self.number < MAX_ACTORS, f"the emulator has clocks for {MAX_ACTORS} actors"
         self.places = [""]
         program.actors.append(self)
 
@@ -88,7 +91,7 @@ class Access:
     """An access to shared memory: by whom, what it is ordered after, and the kernel's line."""
 
     actor: Actor
-    known: Knowledge
+    clock: VectorClock
     place: str = field(default_factory=kernel_line)
 
     def __str__(self) -> str:
@@ -107,14 +110,14 @@ class Partition(Actor):
     def __init__(self, program: "Program", name: str, index: int, warps: int) -> None:
         super().__init__(program, f"partition {name}")
         self.index, self.warps = index, warps
-        self.known = Knowledge()
+        self.clock = VectorClock()
         self.pending: list[Any] = []
         self.waits_for: tuple[Barrier, int] | None = None
         self.turn = threading.Semaphore(0)
 
     def tick(self) -> int:
         """The time of a new access."""
-        self.known.times[0, self.number] += 1
+        self.clock.times[0, self.number] += 1
         self.places.append(kernel_line())
         return len(self.places) - 1
 
@@ -149,7 +152,7 @@ class Program:
 
     def fault(self, text: str, by: Access | None = None) -> NoReturn:
         """`by`: what does it, if not the current partition."""
-        who = by or Access(self.current, self.current.known)
+        who = by or Access(self.current, self.current.clock)
         raise KernelFault(f"program {self.ids}, {who}: {text}")
 
     def event(self, waits_for: "tuple[Barrier, int] | None" = None) -> None:
@@ -185,21 +188,21 @@ class Program:
             Partition(self, *each) for each in zip(names, range(len(work)), warps, strict=True)
         ]
         threads = [
-            threading.Thread(target=self.run, args=(partition, *each))
+            threading.Thread(target=self.run, args=(partition, *each), daemon=True)
             for partition, each in zip(parts, work, strict=True)
         ]
         self.live = list(parts)
         for partition, thread in zip(parts, threads, strict=True):
-            partition.known.learn(main.known)
+            partition.clock.merge(main.clock)
             thread.start()
-        self.pass_on()
+        self.run_next()
         for thread in threads:
             thread.join()
         if self.error is not None:
             raise self.error
         self.current, self.live = main, [main]
         for partition in parts:
-            main.known.learn(partition.known)
+            main.clock.merge(partition.clock)
 
     def run(self, partition: Partition, function: Any, args: Any) -> None:
         """The thread of a partition."""
@@ -211,18 +214,18 @@ class Program:
                 partition.end()
                 self.live.remove(partition)
                 if self.live:
-                    self.pass_on()
+                    self.run_next()
         except Stopped:
             pass
         except BaseException as error:
             self.stop(error)
 
-    def pass_on(self) -> None:
+    def run_next(self) -> None:
         """Let a partition go on."""
         try:
             self.current = self.choose()
             self.current.turn.release()
-        except KernelFault as error:
+        except BaseException as error:
             self.stop(error)
 
     def stop(self, error: BaseException) -> None:
@@ -233,9 +236,8 @@ class Program:
     def end(self) -> None:
         self.current.end()
         for barrier in self.barriers.values():
-            missing = barrier.num_loads - self.current.known.times[0, barrier.loader.number]
-            if missing:
-                self.fault(f"the program ends without a wait for {missing} TMA loads of {barrier}")
+            if barrier.num_loads > self.current.clock.times[0, barrier.loader.number]:
+                self.fault(f"nobody has waited for {barrier.loader}")
 
 
 class Barrier:
@@ -243,32 +245,32 @@ class Barrier:
 
     Attributes:
         completed: number of phases that have ended.
-        missing: arrivals that this phase still needs.
-        missing_bytes: bytes that are expected and have not come; below 0: come, but not expected.
-        gathered: what all arrivals knew; released: those until the end of the last phase.
+        pending_count: arrivals that this phase still needs.
+        tx_count: bytes that are expected and have not come; below 0: come, but not expected.
+        gathered: the merged clocks of all arrivals; released: those until the last phase ended.
         loader: stands for the TMA loads that signal this barrier; num_loads: those issued.
         initialised: the partition that has initialised it, and when.
     """
 
     def __init__(self, program: Program, name: str, count: int) -> None:
         self.program, self.name, self.count = program, name, count
-        self.completed, self.missing, self.missing_bytes = 0, count, 0
-        self.gathered, self.released = Knowledge(), Knowledge()
+        self.completed, self.pending_count, self.tx_count = 0, count, 0
+        self.gathered, self.released = VectorClock(), VectorClock()
         self.loader, self.num_loads = Actor(program, f"a TMA load of {name}"), 0
         self.initialised = program.current.number, program.current.tick()
 
     def __str__(self) -> str:
-        state = f"phase {self.completed} needs {self.missing} of {self.count} arrivals"
-        if self.num_loads or self.missing_bytes:
-            state += f" and {self.missing_bytes} bytes"
+        state = f"phase {self.completed} needs {self.pending_count} of {self.count} arrivals"
+        if self.num_loads or self.tx_count:
+            state += f" and {self.tx_count} bytes"
         return f"{self.name}, whose {state}"
 
     def known_phases(self) -> int:
         """Number of phases that have ended before, with any schedule."""
-        known = self.program.current.known
+        clock = self.program.current.clock
         if self.num_loads:
-            return known.phases[self.name]
-        return sum(n for (name, _), n in known.arrivals.items() if name == self.name) // self.count
+            return clock.phases[self.name]
+        return sum(n for (name, _), n in clock.arrivals.items() if name == self.name) // self.count
 
     def check_phase(self, text: str) -> None:
         """Fault unless the phase before the current one has ended with any schedule."""
@@ -280,24 +282,24 @@ class Barrier:
         program, me = self.program, self.program.current
         program.event()
         text = f"too many arrivals: {count} at"
-        if count > self.missing:
+        if count > self.pending_count:
             program.fault(f"{text} {self}")
         self.check_phase(text)
-        me.known.arrivals[self.name, me.number] += count
-        self.gathered.learn(me.known)
-        self.missing -= count
-        self.missing_bytes += num_bytes
-        self.end_phase(Access(me, me.known))
+        me.clock.arrivals[self.name, me.number] += count
+        self.gathered.merge(me.clock)
+        self.pending_count -= count
+        self.tx_count += num_bytes
+        self.end_phase(Access(me, me.clock))
 
     def end_phase(self, by: Access) -> None:
         """End the phase if nothing is missing."""
-        if self.missing or self.missing_bytes > 0:
+        if self.pending_count or self.tx_count > 0:
             return
-        if self.missing_bytes < 0:
+        if self.tx_count < 0:
             self.program.fault(f"more bytes than expected at {self}", by)
-        self.completed, self.missing = self.completed + 1, self.count
+        self.completed, self.pending_count = self.completed + 1, self.count
         self.gathered.phases[self.name] = self.completed
-        self.released.learn(self.gathered)
+        self.released.merge(self.gathered)
         for other in self.program.live:
             if other.waits_for is not None and other.waits_for[0] is self:
                 self.check_missed(other, other.waits_for[1])
@@ -310,7 +312,7 @@ class Barrier:
         phase = known - 1 if (known - 1) % 2 == parity else known
         self.check_missed(me, phase)
         self.program.event((self, phase))
-        me.known.learn(self.released)
+        me.clock.merge(self.released)
 
     def check_missed(self, partition: Partition, phase: int) -> None:
         if self.completed >= phase + 2:

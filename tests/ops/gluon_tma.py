@@ -8,7 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from .gluon_memory import FENCE, Shared
-from .gluon_programs import Access, Barrier, Knowledge
+from .gluon_programs import Access, Barrier, VectorClock
 from .gluon_values import MEMORY, NARROW, TORCH_NAMES, itemsize
 
 
@@ -42,8 +42,8 @@ class Descriptor:
 class TmaLoad:
     """A TMA load in flight. It ends at any moment from its issue on; then its bytes are there.
 
-    It is ordered after what its partition knows at its issue, and before the waits for the phase of
-    its barrier.
+    It is ordered after all that its issue is ordered after, and before every wait for its barrier's
+    phase.
     """
 
     def __init__(self, desc: Descriptor, at: list[int], barrier: Barrier, memory: Shared) -> None:
@@ -59,20 +59,20 @@ class TmaLoad:
         if at[-1] * itemsize(desc.dtype) % 16:
             program.fault(f"TMA load from {at} of {desc.dtype}, not a multiple of 16 bytes")
         by, time = barrier.initialised
-        if program.current.known.times[1, by] < time:
+        if program.current.clock.times[1, by] < time:
             program.fault(f"no fence_async_shared follows mbarrier.init of {barrier.name}")
         barrier.num_loads += 1
         barrier.check_phase("a TMA load is not ordered after the last phase of")
         self.desc, self.at, self.barrier, self.memory = desc, at, barrier, memory
         self.phase = barrier.completed
-        known = Knowledge()
-        known.learn(program.current.known)
-        self.access = Access(barrier.loader, known)
+        clock = VectorClock()
+        clock.merge(program.current.clock)
+        self.access, self.issuer = Access(barrier.loader, clock), program.current.number
 
     def finish(self) -> None:
         """Write the bytes, and signal the barrier."""
         barrier, memory = self.barrier, self.memory
-        memory.check_write(self.access)
+        memory.check_write(self.access, self.issuer)
         memory.check_order(self.access, 1, FENCE)
         data = self.desc.box(self.at)
         barrier.loader.places.append(self.access.place)
@@ -81,5 +81,5 @@ class TmaLoad:
         barrier.gathered.times[:, barrier.loader.number] = time
         if barrier.completed != self.phase:
             memory.program.fault(f"more bytes than expected at {barrier}", self.access)
-        barrier.missing_bytes -= data.nbytes
+        barrier.tx_count -= data.nbytes
         barrier.end_phase(self.access)

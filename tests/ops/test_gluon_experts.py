@@ -1,7 +1,7 @@
 """The experts' kernels for Hopper GPUs on the CPU, against the reference.
 
-gluon_interpreter.py says what it checks: each case here would fail for a race or a wrong number of
-bytes. test_triton_experts.py says how far results may be from the reference.
+gluon_interpreter.py says which races it finds on the paths that run. test_triton_experts.py says
+how far results may be from the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from triton.experimental import gluon
 from finwhale.ops.deepseek_v41 import experts_hopper as v41
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS
-from finwhale.ops.moe import ExpertWeight, experts_hopper_few, ref
+from finwhale.ops.moe import ExpertWeight, experts_hopper_few, experts_hopper_parts, ref
 from finwhale.ops.moe import experts_hopper as hopper
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.rounding import scaled_e4m3
 
-from .gluon_interpreter import emulated_launches
+from .gluon_interpreter import emulated_launches, fences, without_fence
 from .gluon_programs import TMA, Schedule
 from .gluon_values import KernelFault
 from .kernels_support import Inputs
@@ -178,7 +178,7 @@ def test_a_token_has_the_same_bits_by_every_plan_and_among_few() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS[2:], ids=lambda plan: str(plan.block_rows))
-def test_all_schedules_give_the_same_bits(plan: hopper.HopperPlan) -> None:
+def test_schedules_give_the_same_bits(plan: hopper.HopperPlan) -> None:
     p = problem(LONG, (20, 0, 0))
     wanted = many(p, plan)
     for schedule in schedules():
@@ -188,6 +188,13 @@ def test_all_schedules_give_the_same_bits(plan: hopper.HopperPlan) -> None:
 @gluon.jit
 def _keep(empty, slot):
     """A stand-in for `release` that does not free the slot."""
+
+
+@pytest.mark.parametrize("fence", fences(experts_hopper_parts))
+def test_each_fence_is_needed(fence: str) -> None:
+    match = r"no fence_async_shared follows (mbarrier\.init|the read)"
+    with without_fence(fence), pytest.raises(KernelFault, match=match):
+        many(problem(LONG, (40, 0, 9)), PLANS[0])
 
 
 def test_a_slot_that_is_not_freed_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +229,10 @@ def test_few_tokens(
         assert torch.equal(few(p, Schedule(first=first)), wanted)
 
 
-def test_the_fences_of_few_tokens_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_hopper_few, "fence_async_shared", lambda: None)
-    with pytest.raises(KernelFault, match=r"no fence_async_shared follows mbarrier\.init"):
+@pytest.mark.parametrize("fence", fences(experts_hopper_few))
+def test_each_fence_of_few_tokens_is_needed(fence: str) -> None:
+    match = r"no fence_async_shared follows (mbarrier\.init|the write)"
+    with without_fence(fence), pytest.raises(KernelFault, match=match):
         few(problem(SMALL, (1,)))
 
 
@@ -260,7 +268,7 @@ def test_v41_gives_a_token_the_same_bits_by_every_plan(
         assert torch.equal(many(p, plan, module=v41), wanted), plan
 
 
-def test_v41_s_widths() -> None:
+def test_v41_widths() -> None:
     p = v41_problem((128, 96), (32, 33, 65, 129))
     assert_near_v41(many(p, V41_PLANS[-1], module=v41), p.wanted[p.ids >= 0])
 
@@ -268,7 +276,7 @@ def test_v41_s_widths() -> None:
 @pytest.mark.parametrize(
     ("plan", "sizes"), [(V41_PLANS[1], (512, 384)), (V41_PLANS[-1], (640, 128))], ids=str
 )
-def test_v41_s_schedules_give_the_same_bits(plan: v41.ExpertsPlan, sizes: tuple[int, int]) -> None:
+def test_v41_schedules_give_the_same_bits(plan: v41.ExpertsPlan, sizes: tuple[int, int]) -> None:
     """Rings that down and gate and up fill several times."""
     p = v41_problem(sizes, (9, 0))
     wanted = many(p, plan, module=v41)

@@ -1,6 +1,6 @@
 """The emulator's checks of TMA loads and of the barriers that they signal: kernels with flaws.
 
-gluon_interpreter.py says what it checks, and test_gluon_attention.py has the other flaws.
+gluon_interpreter.py says what it checks, and test_gluon_interpreter.py has the other flaws.
 """
 
 import pytest
@@ -21,7 +21,7 @@ from . import kernels_support as kernels_support
 from .gluon_interpreter import emulated_launches
 from .gluon_programs import TMA, Schedule
 from .gluon_values import KernelFault
-from .test_gluon_attention import LAYOUT, MMA, _square
+from .test_gluon_interpreter import LAYOUT, MMA, square
 
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -70,18 +70,19 @@ def _square_tiles(work, out_ptr, NUM: gl.constexpr, FLAW: gl.constexpr):
         if FLAW == "arrival before the wait":
             mbarrier.arrive(free.index(buffer), count=1)
         total = warpgroup_mma_wait(0, deps=[total])
-        if FLAW == "store":
-            x.store(x.load(LAYOUT))
+        if FLAW == "store" or FLAW == "store and fence":
+            x.store(gl.full([64, 64], 0.0, gl.bfloat16, LAYOUT))
         if FLAW == "store and fence":
-            x.store(x.load(LAYOUT))
             fence_async_shared()
-        if FLAW == "load after the wait":
+        if FLAW == "load" or FLAW == "load and fence":
             total += 0.0 * x.load(LAYOUT)
+        if FLAW == "load and fence":
+            fence_async_shared()
         if FLAW != "arrival before the wait":
             mbarrier.arrive(free.index(buffer), count=1)
         if FLAW == "load after arrival":
             total += 0.0 * x.load(LAYOUT)
-    gl.store(out_ptr + _square(MMA), total)
+    gl.store(out_ptr + square(MMA), total)
 
 
 @gluon.jit
@@ -115,8 +116,7 @@ def sum_of_squares(flaw: str, schedule: Schedule) -> None:
     assert (out - (tiles @ tiles).sum(0)).abs().amax() < 1e-3
 
 
-# An ordinary load needs no fence before a TMA load of the same bytes: the barriers order them.
-@pytest.mark.parametrize("flaw", ["", "store and fence", "load after the wait"])
+@pytest.mark.parametrize("flaw", ["", "store and fence", "load and fence"])
 @pytest.mark.parametrize("first", [(), (0, 1), (1, 0), (TMA,), (1, TMA), (0, TMA)])
 def test_a_kernel_without_a_flaw(flaw: str, first: tuple[int, ...]) -> None:
     sum_of_squares(flaw, Schedule(first=first))
@@ -149,10 +149,11 @@ TMA_LOAD = r"a TMA load of ready\[[01]\], test_gluon_tma.py:\d+"
         ),
         ("arrival before the wait", (1, TMA), f"{TMA_LOAD}: .* this write .* an MMA in flight"),
         ("store", (), f"{TMA_LOAD}: .* no fence_async_shared follows the write by {SQUARE}"),
+        ("load", (), f"{TMA_LOAD}: .* no fence_async_shared follows the read by {SQUARE}"),
         ("load after arrival", (0,), f"{TMA_LOAD}: .* this write .* after the read by {SQUARE}"),
         ("load after arrival", (TMA, 1), f"{SQUARE}.* this read .* after the write by {TMA_LOAD}"),
         ("no fence of barriers", (), rf"{LOAD}.* follows mbarrier.init of ready\[0\]"),
-        ("load for nobody", (), r"ends without a wait for 1 TMA loads of ready\[1\]"),
+        ("load for nobody", (), r"nobody has waited for a TMA load of ready\[1\]"),
     ],
 )
 def test_a_flaw_is_found(flaw: str, first: tuple[int, ...], message: str) -> None:
@@ -227,7 +228,7 @@ def _multiply_part(out_ptr, WRITTEN: gl.constexpr, COLUMNS: gl.constexpr, ROW: g
     total = gl.full([64, 64], 0.0, gl.float32, MMA)
     total = warpgroup_mma(tile, part, total, is_async=True)
     total = warpgroup_mma_wait(0, deps=[total])
-    gl.store(out_ptr + _square(MMA), total)
+    gl.store(out_ptr + square(MMA), total)
 
 
 def test_parts_of_an_operand() -> None:

@@ -129,7 +129,7 @@ def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=READERS)
-    fence_async_shared()  # TMA loads see the barriers
+    fence_async_shared()  # make the initialised barriers visible to TMA
     return full, empty
 
 
