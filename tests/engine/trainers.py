@@ -19,13 +19,13 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """A port on which nobody listens. Another program may take it at any time."""
+    """Returns the number of a port on which no program listens. One may begin to at any time."""
     with listening() as listener:
         return port_of(listener)
 
 
 def listening() -> socket.socket:
-    """A socket on a port of its own."""
+    """Returns a socket that listens on an unused port."""
     return socket.create_server((HOST, 0))
 
 

@@ -78,7 +78,7 @@ from .gluon_values import (
 
 
 def registers(x: Value, shape: Sequence[int], pack: int) -> list[torch.Tensor]:
-    """32-bit registers, int64 here, with `pack` neighbours of the last dimension in each, or in
+    """32-bit registers, int64 here. `pack` adjacent elements of the last dimension share one, or
     several if they need more bits.
     """
     data = np.broadcast_to(to_memory(x.data, x.dtype), shape)
@@ -105,10 +105,11 @@ def inline_asm(
         return Value(0, types[0])  # these instructions change no value
     shape = np.broadcast_shapes(*(arg.shape for arg in args))
     words = run_ptx(asm, *(word for arg in args for word in registers(arg, shape, pack)))
-    values, each = [], len(words) // len(types)
-    for i, kind in enumerate(types):
-        values.append(from_registers(words[i * each : (i + 1) * each], kind, pack))
-    return tuple(values) if isinstance(dtype, tuple) else values[0]
+    each = len(words) // len(types)
+    values = (
+        from_registers(words[i * each : (i + 1) * each], kind, pack) for i, kind in enumerate(types)
+    )
+    return tuple(values) if isinstance(dtype, tuple) else next(values)
 
 
 def reduction(function: Any) -> Any:
@@ -144,7 +145,6 @@ def checked(condition: Any, message: str = "") -> None:
 
 # Functions of gl that need no program.
 FUNCTIONS: dict[str, Any] = {
-    "constexpr": lambda x: x,
     "static_range": range,
     "arange": lambda start, end, layout=None: Value(np.arange(int(start), int(end)), gl.int32),
     "full": full,
@@ -176,9 +176,9 @@ FUNCTIONS: dict[str, Any] = {
 
 
 class Language:
-    """What a kernel calls: gl, and functions of gl.nvidia.hopper, its mbarrier and tma modules.
+    """Stands for the modules that a kernel calls: gl, gl.nvidia.hopper, and its mbarrier and tma.
 
-    One object stands for all modules, because no two functions have the same name.
+    One object stands for all of them, because no two functions have the same name.
     """
 
     program: Program

@@ -21,9 +21,11 @@ def row_major(shape: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 class Allocation:
-    """Shared memory: its bytes, and of each byte the last writer, the time of its write, and by
-    (partition, whether an MMA) the time of the last read. Time 0: never. Floats that nobody has
-    written are NaN.
+    """Shared memory that a kernel allocates. Floats that nobody has written are NaN.
+
+    Attributes:
+        writer, written: who has written each byte last, and when; time 0: nobody.
+        reads: by (partition, whether an MMA), the time of the last read of each byte.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -180,7 +182,7 @@ class Shared:
     def check_operand(self, inner: int) -> None:
         """Check an MMA's read; `inner`: the dimension over which the MMA sums.
 
-        Rows of the result may be without a meaning, if nobody has written the operand's row.
+        The operand may have rows that nobody has written. Their rows of the result are NaN.
         """
         access = self.check_ordered_read()
         written = self.of_bytes(self.memory.written).all(-1)

@@ -46,7 +46,7 @@ class Schedule:
 
 
 class VectorClock:
-    """What has happened before, with any schedule.
+    """A vector clock: the accesses and arrivals that came before, whatever the schedule is.
 
     MMAs and TMA loads access shared memory through the async proxy, others through the generic one.
 
@@ -69,7 +69,7 @@ class VectorClock:
 
 
 class Actor:
-    """Who accesses shared memory: a partition, or the TMA loads that signal one barrier.
+    """A partition, or all TMA loads that signal one barrier: both access shared memory.
 
     Attributes:
         number: its number in the program; 0 is the code around gl.warp_specialize.

@@ -113,7 +113,7 @@ class Pointer(Value):
     __radd__ = __add__
 
     def elements(self, mask: Any) -> tuple[Any, Any, Any]:
-        """The storage as elements, the numbers of those that the mask selects, and the mask."""
+        """Returns all elements of the storage, the indices of those to access, and the mask."""
         size = itemsize(self.dtype.element_ty)
         offsets, mask = np.broadcast_arrays(self.data, True if mask is None else unwrap(mask))
         offsets = offsets[mask]
@@ -188,7 +188,6 @@ def add_operators() -> None:
     for name, function in (compare | {"gt": np.greater, "ge": np.greater_equal}).items():
         setattr(Value, f"__{name}__", elementwise(function, gl.int1))
     setattr(Value, "__neg__", elementwise(np.negative))  # noqa: B010
-    setattr(Value, "__invert__", elementwise(np.invert))  # noqa: B010
 
 
 add_operators()

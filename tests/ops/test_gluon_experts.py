@@ -55,7 +55,7 @@ def weights(E: int, D: int, I: int) -> tuple[ExpertWeight, ExpertWeight]:  # noq
 
 
 def expert_ids(counts: Sequence[int], topk: int) -> Tensor:
-    """ids [N,topk] with so many pairs of each expert, and 3 or more without one."""
+    """The experts [N,topk] of tokens: expert e occurs counts[e] times, and -1 at least 3 times."""
     total = sum(counts) + 3
     ids = torch.full((-(-total // topk) * topk,), -1)
     ids[: total - 3] = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -70,7 +70,14 @@ def problem(
     weights: Callable[..., tuple[ExpertWeight, ExpertWeight]] = weights,
     scale: float = 1.0,
 ) -> Problem:
-    """sizes: D and I; counts: the pairs of each expert; scale: of x."""
+    """A problem of random weights.
+
+    Args:
+        sizes: D and I.
+        counts: number of pairs of each expert.
+        weights: makes the weights of E experts, in the kernels' layout and as float32.
+        scale: factor of x.
+    """
     inputs, ids = Inputs(1), expert_ids(counts, topk)
     x = inputs.outliers(len(ids), sizes[0], dtype=torch.bfloat16) * scale
     routed = inputs.normal(*ids.shape).abs()
@@ -185,16 +192,16 @@ def test_schedules_give_the_same_bits(plan: hopper.HopperPlan) -> None:
         assert torch.equal(many(p, plan, schedule), wanted)
 
 
-@gluon.jit
-def _keep(empty, slot):
-    """A stand-in for `release` that does not free the slot."""
-
-
 @pytest.mark.parametrize("fence", fences(experts_hopper_parts))
 def test_each_fence_is_needed(fence: str) -> None:
     match = r"no fence_async_shared follows (mbarrier\.init|the read)"
     with without_fence(fence), pytest.raises(KernelFault, match=match):
         many(problem(LONG, (40, 0, 9)), PLANS[0])
+
+
+@gluon.jit
+def _keep(empty, slot):
+    """A stand-in for `release` that does not free the slot."""
 
 
 def test_a_slot_that_is_not_freed_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,12 +214,13 @@ def test_a_slot_that_is_not_freed_is_a_deadlock(monkeypatch: pytest.MonkeyPatch)
 
 
 def shorten_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To one load of four blocks, so that short rows refill them."""
+    """Give rings room for one load of four blocks, so that short rows refill them."""
     monkeypatch.setattr(experts_hopper_few, "LOADS", {2: 1, 3: 1, 5: 1})
 
 
-# D, I and pairs of each expert; loads of one, two and four blocks, for a part of a row and for a
-# whole one; one and several tiles of a program of the down GEMM, for each of these.
+# D, I and the number of pairs of each expert. Together, these cases have loads of one, two and four
+# blocks, programs that hold a row in parts or whole, and programs of the down GEMM with one or
+# several tiles.
 @pytest.mark.parametrize(
     ("sizes", "counts"),
     [(SMALL, (1,)), ((256, 384), (1, 1)), ((1280, 128), (0, 1)), ((128, 1024), (0, 1))],

@@ -6,7 +6,6 @@ reference gets what the packed keys stand for. What the interpreter cannot run, 
 unpacks keys, runs here in an emulator of its instructions.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from tests.support.op_arguments import strided
 from tests.support.op_case import Args, Draw
 from tests.support.packed_pools import pack_keys
 from tests.support.packing import unpack_keys
+from tests.support.ptx import run_ptx
 from torch import Tensor
 
 from finwhale.distributed.rank import Rank
@@ -394,43 +394,6 @@ def test_queries_and_keys_of_every_magnitude() -> None:
     assert (error <= 2.0**-20 * unit).all()
 
 
-def run_ptx(text: str, arguments: dict[str, int]) -> dict[str, int]:
-    """The instructions of UNPACK on 32-bit registers: what PTX's manual says they do."""
-
-    def prmt(a: int, b: int, selector: int) -> int:
-        source, out = (b << 32 | a).to_bytes(8, "little"), 0
-        for i in range(4):
-            nibble = selector >> 4 * i & 15
-            byte = source[nibble & 7]
-            out |= (255 * (byte >> 7) if nibble & 8 else byte) << 8 * i
-        return out
-
-    def mul_bf16x2(a: int, b: int) -> int:
-        """Products that are exact in bfloat16."""
-        x, y = (torch.tensor([v & 0xFFFF, v >> 16]).short().view(torch.bfloat16) for v in (a, b))
-        low, high = (x.float() * y.float()).bfloat16().view(torch.int16).tolist()
-        return (low & 0xFFFF) | (high & 0xFFFF) << 16
-
-    operations: dict[str, Callable[..., int]] = {
-        "mul.rn.bf16x2": mul_bf16x2,
-        "mad.lo.s32": lambda a, b, c: a * b + c,
-        "and.b32": lambda a, b: a & b,
-        "shl.b32": lambda a, b: a << b,
-        "shr.u32": lambda a, b: a >> b,
-        "prmt.b32": prmt,
-        "lop3.b32": lambda a, b, c, table: sum(
-            (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i
-            for i in range(32)
-        ),
-    }
-    registers = dict(arguments)
-    for line in re.findall(r"^(\w[\w.]+) ([^;]+);", text, re.M):
-        name, (out, *inputs) = line[0], line[1].split(", ")
-        values = [registers[x] if x in registers else int(x, 0) for x in inputs]
-        registers[out] = operations[name](*values) & 0xFFFFFFFF
-    return registers
-
-
 @pytest.mark.parametrize("below", range(12))
 def test_the_assembler_unpacks_every_code_exactly(below: int) -> None:
     """Eight codes of a word, each code at each index: 64 / 2^below of their values, in order."""
@@ -440,8 +403,8 @@ def test_the_assembler_unpacks_every_code_exactly(below: int) -> None:
         word = sum((code & 7) << 4 * i for i, code in enumerate(codes))
         word += sum((codes[i] >> 3) << (8 * i + 7) for i in range(4))
         word += sum((codes[4 + i] >> 3) << (8 * i + 3) for i in range(4))
-        found = run_ptx(kernels.UNPACK.value, {"$2": word, "$3": below})
-        data = b"".join(found[name].to_bytes(4, "little") for name in ("$0", "$1"))
+        found = run_ptx(kernels.UNPACK.value, torch.tensor(word), torch.tensor(below))
+        data = b"".join(int(each).to_bytes(4, "little") for each in found)
         values = torch.tensor(list(data), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         wanted = unscaled_fp4(torch.tensor(codes, dtype=torch.uint8), one)
         assert torch.equal(values * 2.0 ** (below - 6), wanted)

@@ -4,7 +4,6 @@ Stored records are compared bit for bit: the interpreter fuses no product with a
 gives the reference's bits.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from tests.support.model_cases.compressor import state_rows
 from tests.support.op_arguments import outliers, strided
 from tests.support.op_case import Chunks, Draw, entry_rows, step_tokens
+from tests.support.ptx import halves, run_ptx
 from tests.support.v41_rows import (
     ENTRY_ROWS,
     Case,
@@ -284,63 +284,38 @@ def test_unsupported_arguments_are_refused() -> None:
         pairs.merge_pairs(torch.zeros(1, 64).bfloat16(), torch.ones(32), state, tokens, 0.0, 1)
 
 
-Registers = dict[str, list[int]]
+def register(*data: int) -> Tensor:
+    """A register of these four bytes."""
+    return torch.tensor(int.from_bytes(bytes(data), "little"))
 
 
-def run_ptx(text: str, registers: Registers) -> None:
-    """Run instructions of attention_triton.py; a register is its four bytes."""
-    known: dict[str, Callable[..., int]] = {
-        "shl": lambda a, b: a << b,
-        "shr": lambda a, b: a >> b,
-        "and": lambda a, b: a & b,
-        "lop3": lambda a, b, c, table: a & b | c,
-    }
-    for line in text.strip().strip("{}").split(";")[1:-1]:
-        name, _, rest = line.strip().partition(" ")
-        target, *operands = rest.replace(" ", "").split(",")
-        values = [
-            int.from_bytes(registers[x], "little") if x in registers else int(x, 0)
-            for x in operands
-        ]
-        name = name.partition(".")[0]
-        if name == "mul":
-            halves = [torch.tensor(registers[x], dtype=torch.uint8) for x in operands]
-            product = halves[0].view(torch.bfloat16) * halves[1].view(torch.bfloat16)
-            registers[target] = product.view(torch.uint8).tolist()
-        elif name == "prmt":
-            chosen = [values[2] >> 4 * i & 15 for i in range(4)]
-            registers[target] = [registers[operands[0]][i] for i in chosen]
-        else:
-            found = known[name](*values) & 0xFFFFFFFF
-            registers[target] = list(found.to_bytes(4, "little"))
+def values_of(words: list[Tensor]) -> Tensor:
+    """The bfloat16 values of pairs, in order."""
+    return halves(words).flatten().double()
 
 
 @pytest.mark.parametrize("high", [False, True])
 def test_the_ptx_of_every_byte(high: bool) -> None:
     """Exact values times 2^-120 and 2^-126 times the factors."""
     powers = torch.tensor([2.0**100, 2.0**60]).bfloat16()
-    pair = powers.view(torch.uint8).tolist()
+    pair = register(*powers.view(torch.uint8).tolist())
     every = [byte for byte in range(256) if byte & 127 != 127]
     ptx = attention_triton.E4M3_HIGH if high else attention_triton.E4M3_LOW
     for byte in every:
         others = every[-1 - byte % 100], every[byte % 50]
         word = [others[0], byte, others[1], 255 - byte] if high else [byte, *others, 0][:2] * 2
-        registers = {"$1": word, "$2": pair}
-        run_ptx(ptx.value, registers)
+        found = values_of(run_ptx(ptx.value, register(*word), pair))
         values = torch.tensor(word[high::2], dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-        found = torch.tensor(registers["$0"], dtype=torch.uint8).view(torch.bfloat16).double()
         if not values.isnan().any():
             assert torch.equal(found, values * 2.0**-120 * powers.double())
     ptx = attention_triton.E2M1_HIGH if high else attention_triton.E2M1_LOW
     for byte in range(256):
         word = [byte, 255 - byte, byte ^ 0x5A, byte ^ 0xC3]
-        registers = {"$2": word, "$3": pair, "$4": pair}
-        run_ptx(ptx.value, registers)
+        found = values_of(run_ptx(ptx.value, register(*word), pair, pair))
         codes = torch.tensor([b >> 4 if high else b & 15 for b in word])
         values = e2m1_values(codes.device)[codes].double()
-        found = torch.tensor(registers["$0"] + registers["$1"], dtype=torch.uint8)
         wanted = values * 2.0**-126 * powers.double().repeat(2)
-        assert torch.equal(found.view(torch.bfloat16).double(), wanted)
+        assert torch.equal(found, wanted)
 
 
 def test_launches_change_at_published_numbers_of_tokens() -> None:

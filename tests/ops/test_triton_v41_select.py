@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton.language as tl
 from tests.support.op_case import Chunks, Draw, step_tokens
+from tests.support.ptx import run_ptx
 from tests.support.v41_keys import agree, check_selections, selection_call
 from triton.runtime import interpreter
 
@@ -26,7 +27,6 @@ from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.paging import CacheRows, PageTable, StepCache
 
 from . import kernels_support as kernels_support
-from .test_triton_indexer import run_ptx
 
 STEPS: dict[str, Chunks] = {
     "short": ((0, 5), (3, 4), (10, 11)),
@@ -83,11 +83,9 @@ def test_unpacked_values_meet_their_queries(monkeypatch: pytest.MonkeyPatch) -> 
         codes, scale = (np.ascontiguousarray(x.handle.data) for x in inputs)
         flat, scales = codes.view(np.uint32).ravel(), scale.view(np.uint32).ravel()[::2]
         words.append(len(flat))
-        results = []
-        for word, factor in zip(flat.tolist(), scales.tolist(), strict=True):
-            found = run_ptx(text.value, {"$4": word, "$5": factor})
-            results.append([found[f"${i}"] for i in range(4)])
-        halves = np.array(results, np.uint32).reshape(-1, 2, 2).transpose(1, 0, 2)
+        found = run_ptx(text.value, *(torch.from_numpy(x.astype(np.int64)) for x in (flat, scales)))
+        results = np.stack([each.numpy().astype(np.uint32) for each in found], -1)
+        halves = results.reshape(-1, 2, 2).transpose(1, 0, 2)
 
         def tensor(half: Any) -> tl.tensor:
             bits = np.ascontiguousarray(half).view(np.uint16).reshape(codes.shape)
@@ -196,10 +194,11 @@ def test_the_assembly_that_unpacks_keys(exponent: int) -> None:
     scale = exponent + 62 << 7
     values = e2m1_values(torch.device("cpu")).tolist()
     for word in WORDS:
-        found = run_ptx(kernels.UNPACK.value, {"$4": word, "$5": scale * 0x10001})
+        both = torch.tensor(scale * 0x10001)
+        found = run_ptx(kernels.UNPACK.value, torch.tensor(word), both)
         for k in range(4):
             for half in range(2):
                 code = word >> 4 * (k + 4 * half) & 15
-                bits = found[f"${k}"] >> 16 * half & 0xFFFF
+                bits = int(found[k]) >> 16 * half & 0xFFFF
                 number = torch.tensor([bits]).short().view(torch.bfloat16)
                 assert number.item() == values[code] * 2.0 ** (exponent - 127 - 64)

@@ -1,6 +1,5 @@
 """The endpoints for trainers, over a real socket. tests/long/test_rollout_endpoints.py has more."""
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from unittest.mock import Mock
 
 import httpx2 as httpx
 import pytest
-from tests.engine.trainers import HOST, InThread, free_port
+from tests.engine.trainers import HOST, InThread, free_port, listening, port_of
 from tests.support.tensors import read_tensors
 
 from finwhale import LLM
@@ -58,8 +57,8 @@ def test_a_trainer_changes_some_weights(server: Asked) -> None:
 def test_a_trainer_that_says_nothing(server: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would wait for ever."""
     monkeypatch.setattr(weight_updates, "LATE_S", 0.3)
-    with socket.create_server((HOST, 0)) as listener:
-        place = {"master_address": HOST, "master_port": listener.getsockname()[1]}
+    with listening() as listener:
+        place = {"master_address": HOST, "master_port": port_of(listener)}
         refusal = server.refusal(
             "/init_weights_update_group", place | {"timeout_seconds": 0.2, "world_size": 2}
         )

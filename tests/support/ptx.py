@@ -23,10 +23,10 @@ def run_ptx(source: str, *inputs: Tensor) -> list[Tensor]:
 
 @cache
 def _instructions(source: str) -> list[list[str]]:
-    """The name of each instruction, then its operands."""
-    texts = (line.strip() for line in source.splitlines())
-    lines = [text.rstrip(";").replace(",", "").split() for text in texts if text]
-    return [line for line in lines if line[0] not in ("{", "}", ".reg")]
+    """Lists of an instruction's name and its operands, of which the first one is its result."""
+    texts = re.sub(r"[{},]", " ", source).split(";")
+    lines = [text.split() for text in texts if text.strip()]
+    return [line for line in lines if line[0] != ".reg"]
 
 
 @cache
@@ -45,8 +45,13 @@ def _prmt(x: Tensor, y: Tensor, selector: Tensor) -> Tensor:
 
 
 def _lop3(x: Tensor, y: Tensor, z: Tensor, table: Tensor) -> Tensor:
-    assert table == 0xEA
-    return x & y | z
+    """Bit n of the table is the result of three bits that are the binary number n."""
+    found = torch.zeros_like(x | y | z)
+    for n in range(8):
+        if table >> n & 1:
+            a, b, c = (w if n >> i & 1 else ~w for i, w in ((2, x), (1, y), (0, z)))
+            found |= a & b & c & 0xFFFFFFFF
+    return found
 
 
 def _multiply(x: Tensor, y: Tensor) -> Tensor:
@@ -83,6 +88,7 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "shl.b32": lambda x, y: x << y & 0xFFFFFFFF,
     "and.b32": lambda x, y: x & y,
     "or.b32": lambda x, y: x | y,
+    "mad.lo.s32": lambda x, y, z: x * y + z & 0xFFFFFFFF,
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "mul.rn.bf16x2": _multiply,
