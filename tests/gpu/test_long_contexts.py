@@ -12,6 +12,7 @@ from tests.support import operator_checks as checks
 from tests.support.op_case import CONFIGS, ModelDraw
 
 from finwhale.ops import load_ops
+from finwhale.ops.attention import sparse_attention_hopper_unpack as unpacking
 from finwhale.platform import Platform
 
 
@@ -35,3 +36,16 @@ def test_sampled_tokens(operator: str, context: int) -> None:
         for chunks in (prompts, decodes, verification):
             verdict = checks.check_step(at_step, chunks, weight, ops, reference)
             assert verdict.fault is None, verdict
+
+
+@pytest.mark.parametrize("context", [65_536, 262_144, 1_000_000])
+def test_prompts_with_unpacked_rows(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of prompts that the kernel of many tokens reads, beside a decode."""
+    monkeypatch.setattr(unpacking, "ROWS_PER_TOKEN", context)
+    ops = load_ops(Platform("nvidia", "sm90"))
+    reference = load_ops(Platform.detect(), reference=True)
+    chunks = ((context - 300, context), (context // 2 - 1, context // 2), (0, 700))
+    for at_step in checks.at_steps(CONFIGS["flash"], ModelDraw("cuda"), "sparse_attention"):
+        weight = checks.make_weight(at_step(()), ops)
+        verdict = checks.check_step(at_step, chunks, weight, ops, reference)
+        assert verdict.fault is None, verdict

@@ -462,12 +462,13 @@ def call_attention(
     pool = meta(1024, RopeRow(C, 64).page_bytes(64), dtype=torch.uint8)
     rows, form = CacheRows(pool, page_table(N, 64)), RowForm(f32(C), rotary, 1e-6, True)
     prepare.prepare_qkv(meta(N, Q), f32(Q), meta(N, C), form, tokens, rows)
+    selected = CacheRows(torch.empty_like(pool), page_table(N, 64))
     small = meta(1024, RopeRow(C, 64).page_bytes(2), dtype=torch.uint8)
     values, scales = quantise_triton.empty_quantised(N, A, C, pool)
     for entries, *out in (
         (None, meta(N, A, C)),
         (None, values, scales.flatten(1)),
-        (TopkEntries(rows, meta(N, topk, dtype=torch.int32)), meta(N, A, C)),
+        (TopkEntries(selected, meta(N, topk, dtype=torch.int32)), meta(N, A, C)),
         (AllEntries(CacheRows(small, page_table(N, 2)), 128), meta(N, A, C)),
     ):
         sparse_attention(

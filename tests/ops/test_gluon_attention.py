@@ -15,7 +15,9 @@ from torch import Tensor
 from finwhale.ops.attention import TopkEntries, ref
 from finwhale.ops.attention import sparse_attention_hopper as hopper
 from finwhale.ops.attention import sparse_attention_hopper_few_heads as few_heads
+from finwhale.ops.attention import sparse_attention_hopper_many_heads as many_heads
 from finwhale.ops.attention import sparse_attention_hopper_parts as parts
+from finwhale.ops.attention import sparse_attention_hopper_unpack as unpacking
 from finwhale.ops.attention.sparse_attention_triton import AttendPlan, AttentionProblem
 from finwhale.ops.rounding import scaled_e4m3
 
@@ -49,9 +51,9 @@ def plan(heads: int, splits: int = 1, share: int = 0, num_tokens: int = 5) -> At
 
 def attend(args: Args, plan: AttendPlan, schedule: Schedule | None = None) -> Tensor:
     """Run the kernel; returns the output."""
-    # The interpreter, which combines parts, has no instructions for an early launch.
-    early = plan.splits == 1
-    problem = replace(AttentionProblem(*args), early_launch=early, inline_asm=True)
+    # The interpreter, which combines parts and unpacks rows, has no instructions of a GPU.
+    alone = plan.splits == 1 and not unpacking.has_prompts(args[3])
+    problem = replace(AttentionProblem(*args), early_launch=alone, inline_asm=alone)
     assert hopper.takes(problem)
     with emulated_launches(schedule):
         hopper.attend(problem, plan)
@@ -118,9 +120,25 @@ def test_schedules_give_the_same_bits(heads: int) -> None:
         assert torch.equal(attend(args, plan(heads), schedule), wanted)
 
 
-@pytest.mark.parametrize("fence", fences(hopper, few_heads, parts))
-def test_each_fence_is_needed(fence: str) -> None:
-    heads = 8 if "few_heads" in fence else 64
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpacked_rows_give_the_bits_of_packed_ones(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts, the first of which sees no whole window, and a decode, whose rows are packed."""
+    args = arguments(kind, 64, ((36, 38), (900, 903), (703, 704)))
+    wanted = attend(args, plan(64)).clone()
+    monkeypatch.setattr(unpacking, "LEAST_TOKENS", 2)
+    for schedule in [Schedule(seed) for seed in range(4)] + [Schedule(9, (f,)) for f in range(3)]:
+        args[8].fill_(torch.nan)
+        assert torch.equal(attend(args, plan(64), schedule), wanted)
+
+
+@pytest.mark.parametrize("fence", fences(hopper, few_heads, many_heads, parts))
+def test_each_fence_is_needed(fence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, chunks = 8 if "few_heads" in fence else 64, ((70, 71),)
+    if "many_heads" in fence:  # some of these are for unpacked rows
+        monkeypatch.setattr(unpacking, "LEAST_TOKENS", 2)
+        chunks = ((70, 72),)
     match = "no fence_async_shared follows the write"
     with without_fence(fence), pytest.raises(KernelFault, match=match):
-        attend(arguments("window", heads, ((70, 71),)), plan(heads))
+        attend(arguments("window", heads, chunks), plan(heads))

@@ -4,44 +4,45 @@ Read sparse_attention_triton.py first: this kernel has the same algorithm, numbe
 plan, and uses the same kernel to combine parts. Here the warps of a program are specialised:
 
 - Four warps (the producers) find the rows, convert their bytes to bfloat16 and write them to one of
-  two buffers [BLOCK_K,512] in shared memory, where they serve as K and as V. Two warpgroups (the
-  consumers) prepare the query, which stays in shared memory, compute both GEMMs of every tile, and
-  each keep half of the output [64,512] in registers.
+  two buffers [BLOCK_K,512] in shared memory, where they serve as K and as V. Two groups of four
+  warps (the consumers) prepare the query, which stays in shared memory, compute both GEMMs of every
+  tile, and each keep half of the output [64,512] in registers (sparse_attention_hopper_many_heads).
 - mbarriers pass a buffer from producers to consumers (`ready`) and back (`free`).
 
 With 32 heads or fewer, the keys are the rows of the MMA, and there are one group of consumers and
 two groups of producers (sparse_attention_hopper_few_heads.py), except with one or two tokens: then
 more programs, each with fewer keys, take less time.
 
-With 128 tokens and 64 heads, a tile of 64 keys takes about 8000 cycles, of which both GEMMs need
-2000. The rest is mostly waiting for global loads, so the producers probably limit the speed.
+Hundreds of a prompt's tokens read the same rows. With 64 heads, another kernel converts the rows of
+prompts first (sparse_attention_hopper_unpack.py), and the producers copy them. Where the time goes
+then, for 64 heads and tiles of 64 keys: docs/notes/2026-12-01-unpacked-rows.md.
 
 A token's bits depend on BLOCK_K and the shares, as in sparse_attention_triton.py.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window, sparse_attention_triton
 from finwhale.ops.attention.sparse_attention_hopper_few_heads import consume_few_heads
-from finwhale.ops.attention.sparse_attention_hopper_parts import (
-    LOG2_E,
-    UP,
-    prepare_query,
-    produce,
-    store_heads,
+from finwhale.ops.attention.sparse_attention_hopper_many_heads import consume_many_heads
+from finwhale.ops.attention.sparse_attention_hopper_parts import produce, produce_tiles
+from finwhale.ops.attention.sparse_attention_hopper_unpack import (
+    LEAST_TOKENS,
+    has_prompts,
+    unpack_rows,
 )
 from finwhale.ops.attention.sparse_attention_triton import (
+    NO_ENTRIES,
     AttendPlan,
     AttentionProblem,
     Tiles,
@@ -50,106 +51,24 @@ from finwhale.ops.attention.sparse_attention_triton import (
     launch_classes,
     plan_for,
 )
+from finwhale.ops.indexer import RATIO
 from finwhale.ops.launch.gluon_functions import reinterpret, start_next, wait_for_last
-from finwhale.ops.launch.sizes import ModelSizes
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, up_to
 from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
 MMA_ROWS, BLOCK_K = 64, 64
-NUM_WARPS = 8
+NUM_WARPS = 4  # of the first partition, which are consumers
 # Up to FEW_TOKENS tokens, a program has FEW_ROWS heads, the rows of the MMA, and FEW_KEYS keys at a
 # time.
 FEW_TOKENS, FEW_ROWS, FEW_KEYS = 2, 16, 32
-STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
-# Up to FEW_HEADS heads, keys are the rows of the MMA, with these warps and producers' registers.
-FEW_HEADS, FEW_HEADS_WARPS, FEW_HEADS_REGISTERS = 32, 4, 136
-
-
-@gluon.jit
-def _consume(
-    work,
-    W: gl.constexpr,
-    SPLITS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    ROUND: gl.constexpr,
-    WAIT: gl.constexpr,
-):
-    """The consumers' work: the query, both GEMMs of every tile, and the output.
-
-    WAIT: wait for the previous kernel first.
-    """
-    wait_for_last(WAIT)
-    shared, tokens, heads, query, out_at, parts = work
-    q_shared, buffers, p_shared, ready, free = shared
-    token, split, begin, end, position, num_entries, scale_log2 = tokens
-    head0, num_heads, sink_ptr = heads
-    H: gl.constexpr = 64
-    C: gl.constexpr = 512
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, BLOCK_K // 2, 16]
-    )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16]
-    )
-    prepare_query(q_shared, head0, num_heads, query)
-
-    stat_head = head0 + gl.arange(0, H, gl.SliceLayout(1, SCORES))
-    is_stat = stat_head < num_heads
-    sink = gl.load(sink_ptr + stat_head, mask=is_stat, other=0.0) * LOG2_E
-    maximum = sink
-    if split > 0:
-        maximum = gl.full([H], -1e30, gl.float32, stat_head.type.layout)
-    sums = gl.full([H, BLOCK_K], 0.0, gl.float32, SCORES)
-    out = gl.full([H, C], 0.0, gl.float32, OUT)
-    s_column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, SCORES))
-    for tile in range(begin, end):
-        buffer = (tile - begin) & 1
-        rows = buffers.index(buffer)
-        mbarrier.wait(ready.index(buffer), (tile - begin) >> 1 & 1)
-        scores = warpgroup_mma(
-            q_shared,
-            rows.permute((1, 0)),
-            gl.full([H, BLOCK_K], 0.0, gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        key = tile * BLOCK_K + s_column
-        valid = (key >= W - 1 - position) & (key < W + num_entries)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        scores = gl.where(gl.expand_dims(valid, 0), scores * scale_log2, float("-inf"))
-        higher = gl.maximum(maximum, gl.max(scores, 1))
-        weight = gl.exp2(scores - gl.expand_dims(higher, 1))
-        # Rescale the sums and the output to the new maximum (online softmax).
-        fade = gl.exp2(maximum - higher)
-        maximum = higher
-        p_shared.store(weight.to(gl.bfloat16))
-        sums = sums * gl.expand_dims(fade, 1) + weight
-        fade = gl.convert_layout(fade, gl.SliceLayout(1, OUT))
-        out = out * gl.expand_dims(fade, 1)
-        fence_async_shared()
-        pending = warpgroup_mma(p_shared, rows, out, is_async=True)
-        out = warpgroup_mma_wait(0, deps=[pending])
-        mbarrier.arrive(free.index(buffer), count=1)
-
-    total = gl.sum(sums, 1)
-    if split == 0:
-        total += gl.exp2(sink - maximum)
-    if SPLITS == 1:
-        lift = gl.where(gl.arange(0, C, gl.SliceLayout(0, OUT)) < 448, UP, 1.0)
-        share_of = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))
-        out = out * gl.expand_dims(share_of, 1) * gl.expand_dims(lift, 0)
-        q_shared.store(out.to(gl.bfloat16))
-        store_heads(q_shared, head0, num_heads, out_at, ROUND)
-    else:
-        part_ptr, stats_ptr, A = parts
-        stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head
-        gl.store(stats, maximum, mask=is_stat)
-        gl.store(stats + A, total, mask=is_stat)
-        if begin < end or split == 0:
-            out_head = gl.expand_dims(head0 + gl.arange(0, H, gl.SliceLayout(1, OUT)), 1)
-            out_column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, OUT)), 0)
-            part_at = part_ptr + ((token * SPLITS + split) * A + out_head) * C + out_column
-            gl.store(part_at, out, mask=out_head < num_heads)
+# Rows that producers load at once, and their registers; CONSUMER_REGISTERS are those of the second
+# group, and the first one gets the rest.
+STEP, PRODUCER_WARPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 4, 104, 200
+# Up to FEW_HEADS heads, keys are the rows of the MMA, with these producers' registers.
+FEW_HEADS, FEW_HEADS_REGISTERS = 32, 136
+# The kernel's arguments for unpacked rows (UnpackedRows), None without them.
+UNPACKED = "window_rows_ptr", "window_page_ptr", "entries_ptr", "entry_page_ptr", "copies_ptr"
 
 
 @gluon.jit(do_not_specialize=["stride_ss"])
@@ -169,6 +88,11 @@ def _attend_kernel(
     scales_ptr,
     part_ptr,
     stats_ptr,
+    window_rows_ptr,  # this and the next four: UNPACKED
+    window_page_ptr,
+    entries_ptr,
+    entry_page_ptr,
+    copies_ptr,
     A,
     eps,
     scale_log2,
@@ -199,12 +123,16 @@ def _attend_kernel(
     SHARE: gl.constexpr,
     STEP: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     H: gl.constexpr = ROWS
     PRODUCERS: gl.constexpr = 1 if ROWS == 64 else 2
+    UNPACKED: gl.constexpr = window_rows_ptr is not None
     # Each group of warps waits for the previous kernel itself, unless all have waited here.
-    WAIT: gl.constexpr = PDL and ENTRIES != 1
+    WAIT: gl.constexpr = PDL and ENTRIES != 1 and not UNPACKED
+    # If rows may be unpacked, each thread of the producers arrives when its copies are complete.
+    ARRIVALS: gl.constexpr = 32 * PRODUCER_WARPS if UNPACKED else 1
     C: gl.constexpr = 512
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -223,10 +151,12 @@ def _attend_kernel(
     num_entries = 0
     rotary_ptr += gl.maximum(position, 0).to(gl.int64) * 64
     q_ptr += token * stride_qn
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, C], SHARED)
-    if ENTRIES == 1:
-        # An earlier kernel of this step wrote the slots.
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [1, H, C], SHARED)
+    q_words = reinterpret(q_shared, gl.int32, [1, H, C // 2], WORDS)
+    if ENTRIES == 1 or UNPACKED:
+        # Earlier kernels of this step wrote the slots, and unpacked rows.
         wait_for_last(PDL)
+    if ENTRIES == 1:
         entry_rows_ptr += token * stride_entry
         slots_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         slot_index = gl.arange(0, BLOCK_S, slots_layout)
@@ -248,14 +178,23 @@ def _attend_kernel(
 
     buffers = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, C], SHARED)
     words = reinterpret(buffers, gl.int32, [2, BLOCK_K, C // 2], WORDS)
-    p_shared = gl.allocate_shared_memory(gl.bfloat16, [H, BLOCK_K], SHARED_P)
+    # Each group of consumers has weights and maxima; `met` is for both of them to meet, twice.
+    GROUPS: gl.constexpr = 2 if ROWS == 64 else 1
+    p_shared = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, H, BLOCK_K], SHARED_P)
+    maxima = gl.allocate_shared_memory(
+        gl.float32, [2 * GROUPS, H], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    passed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    met = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
-        mbarrier.init(ready.index(buffer), count=PRODUCERS)
-        mbarrier.init(free.index(buffer), count=1)
+        mbarrier.init(ready.index(buffer), count=PRODUCERS * ARRIVALS)
+        mbarrier.init(free.index(buffer), count=GROUPS)
+        mbarrier.init(passed.index(buffer), count=1)
+        mbarrier.init(met.index(buffer), count=GROUPS)
     heads = (
-        (q_shared, buffers, p_shared, ready, free),
+        (q_shared, q_words, buffers, p_shared, maxima, ready, free, passed, met),
         (token, split, begin, end, position, num_entries, scale_log2),
         (head0, num_heads, sink_ptr),
         (q_ptr, rotary_ptr, eps, stride_qa),
@@ -267,28 +206,37 @@ def _attend_kernel(
         entry_rows_ptr, entry_first, stride_window_page, stride_entry_page,
     )  # fmt: skip
     keys = words, ready, free, begin, end, rows
+    window_page = 0
+    if UNPACKED:
+        window_page = gl.load(window_page_ptr + sequence)
+    entry_page = window_page
+    if UNPACKED and ENTRIES > 0:
+        entry_page = gl.load(entry_page_ptr + sequence)
+    copied = buffers, window_rows_ptr, window_page, entries_ptr, entry_page, copies_ptr
     HALF: gl.constexpr = BLOCK_K // 2
     # fmt: off
     if ROWS == 64:
         gl.warp_specialize(
             [
-                (_consume, (heads, W, SPLITS, BLOCK_K, ROUND, WAIT)),
-                (produce, (
-                    keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0, BLOCK_K, STEP, WAIT,
+                (consume_many_heads, (heads, 0, W, SPLITS, BLOCK_K, ROUND, WAIT)),
+                (consume_many_heads, (heads, 1, W, SPLITS, BLOCK_K, ROUND, WAIT)),
+                (produce_tiles, (
+                    keys, copied, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP, ARRIVALS,
+                    WAIT, UNPACKED,
                 )),
             ],
-            [PRODUCER_WARPS],
-            [PRODUCER_REGISTERS],
+            [PRODUCER_WARPS, PRODUCER_WARPS],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
                 (consume_few_heads, (heads, W, SPLITS, BLOCK_K, ROUND, WAIT)),
                 (produce, (
-                    keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0, HALF, HALF, WAIT,
+                    keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0, HALF, HALF, 1, WAIT,
                 )),
                 (produce, (
-                    keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, HALF, HALF, HALF, WAIT,
+                    keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, HALF, HALF, HALF, 1, WAIT,
                 )),
             ],
             [PRODUCER_WARPS, PRODUCER_WARPS],
@@ -325,7 +273,7 @@ def tiles(num_tokens: int, heads: int, invariant: bool) -> tuple[int, int, int]:
     """See sparse_attention_triton.Tiles. With few tokens, a program has 16 heads and fewer keys."""
     if num_tokens <= FEW_TOKENS and not invariant:
         return FEW_ROWS, FEW_KEYS, NUM_WARPS
-    return mma_heads(heads), BLOCK_K, FEW_HEADS_WARPS if heads <= FEW_HEADS else NUM_WARPS
+    return mma_heads(heads), BLOCK_K, NUM_WARPS
 
 
 def _tiles_of(model: ModelSizes) -> Tiles:
@@ -334,7 +282,34 @@ def _tiles_of(model: ModelSizes) -> Tiles:
     return tiles if fits else sparse_attention_triton.tiles
 
 
-LAUNCH_CLASSES = launch_classes(_tiles_of)
+def _with_prompts(classes: LaunchClasses) -> LaunchClasses:
+    """The classes, and one more of the steps that may unpack rows."""
+
+    def tokens(model: ModelSizes, most: int) -> set[int]:
+        return classes.tokens(model, most) | up_to(most, [LEAST_TOKENS - 1])
+
+    return replace(classes, tokens=tokens)
+
+
+LAUNCH_CLASSES = _with_prompts(launch_classes(_tiles_of))
+
+
+def _unpacked(p: AttentionProblem) -> dict[str, Any]:
+    """Unpack the rows of a step's prompts; returns arguments of the kernel."""
+    entries = p.entries if p.kind != NO_ENTRIES else None
+    if entries is not None and entries.rows.pool is p.window.rows.pool:
+        return {}  # these are rows of the window, whose number is not known
+    unpack = partial(
+        unpack_rows, tokens=p.tokens, inline_asm=p.inline_asm, early_launch=p.early_launch
+    )
+    rows = unpack(p.window.rows, window=p.window.size, ratio=1, selected=False)
+    found: dict[str, Any] = {"window_rows_ptr": rows.rows, "window_page_ptr": rows.page}
+    if entries is not None:
+        selected = isinstance(entries, TopkEntries)
+        ratio = RATIO if isinstance(entries, TopkEntries) else entries.ratio
+        rows = unpack(entries.rows, window=0, ratio=ratio, selected=selected)
+        found |= {"entries_ptr": rows.rows, "entry_page_ptr": rows.page, "copies_ptr": rows.copies}
+    return found
 
 
 def attend(p: AttentionProblem, plan: AttendPlan) -> None:
@@ -346,6 +321,9 @@ def attend(p: AttentionProblem, plan: AttendPlan) -> None:
     rows = MMA_ROWS if plan.block_k == FEW_KEYS else mma_heads(heads)
     few = rows <= FEW_HEADS
     part, stats = p.workspace(plan.splits)
+    unpacked = dict.fromkeys(UNPACKED)
+    if not few and plan.splits == 1 and not p.invariant and has_prompts(p.tokens):
+        unpacked |= _unpacked(p)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
         **p.arguments(part, stats),
         SPLITS=plan.splits,
@@ -356,8 +334,10 @@ def attend(p: AttentionProblem, plan: AttendPlan) -> None:
         SHARE=plan.share,
         STEP=STEP,
         PRODUCER_WARPS=PRODUCER_WARPS,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=FEW_HEADS_REGISTERS if few else PRODUCER_REGISTERS,
         num_warps=plan.num_warps,
+        **unpacked,
     )
     if plan.splits > 1:
         combine(p, plan.splits, part, stats)

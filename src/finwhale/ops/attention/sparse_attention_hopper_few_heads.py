@@ -48,7 +48,8 @@ def consume_few_heads(
     """
     wait_for_last(WAIT)
     shared, tokens, heads, query, out_at, parts = work
-    q_shared, buffers, p_shared, ready, free = shared
+    q_shared, q_words, buffers, p_shared, _, ready, free, _, _ = shared
+    q_shared, q_words, p_shared = q_shared.index(0), q_words.index(0), p_shared.index(0)
     token, split, begin, end, position, num_entries, scale_log2 = tokens
     head0, num_heads, sink_ptr = heads
     H: gl.constexpr = q_shared.shape[0]
@@ -57,7 +58,7 @@ def consume_few_heads(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, H, 16]
     )
-    prepare_query(q_shared, head0, num_heads, query)
+    prepare_query(q_shared, q_words, head0, num_heads, query)
 
     stat_head = head0 + gl.arange(0, H, gl.SliceLayout(0, MMA))
     is_stat = stat_head < num_heads
@@ -104,7 +105,7 @@ def consume_few_heads(
         lift = gl.where(column < 448, UP, 1.0)
         out = out * gl.expand_dims(1.0 / total, 0) * lift
         q_shared.permute((1, 0)).store(out.to(gl.bfloat16))
-        store_heads(q_shared, head0, num_heads, out_at, ROUND)
+        store_heads(q_shared, q_words, head0, num_heads, out_at, 0, ROUND)
     else:
         part_ptr, stats_ptr, A = parts
         stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head

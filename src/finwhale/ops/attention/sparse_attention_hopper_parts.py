@@ -6,9 +6,11 @@ sparse_attention_hopper.py describes the kernel.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from finwhale.ops.launch.gluon_functions import reinterpret, wait_for_last
+from finwhale.ops.attention.sparse_attention_hopper_unpack import NOT_UNPACKED
+from finwhale.ops.launch.gluon_functions import wait_for_last
 
 UP = gl.constexpr(18446744073709551616.0)  # 2^64
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -160,14 +162,6 @@ def store_rows(words, loaded):
 
 
 @gluon.jit
-def _rope(heads):
-    """A view of the rope of heads [H,512] in shared memory: words [H,32] of one pair each."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    words = reinterpret(heads, gl.int32, [heads.shape[0], 256], layout)
-    return words.slice(224, 32, dim=1)
-
-
-@gluon.jit
 def _rotation(rotary_ptr, PAIRS: gl.constexpr):
     """Load cos and sin [1,32] of a token's position."""
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
@@ -202,8 +196,11 @@ def _round_heads(x):
 
 
 @gluon.jit
-def prepare_query(q_shared, head0, num_heads, query):
-    """Write the query to q_shared: RMSNorm per head without weight, nope times 2^64, then rope."""
+def prepare_query(q_shared, q_words, head0, num_heads, query):
+    """Write the query to q_shared: RMSNorm per head without weight, nope times 2^64, then rope.
+
+    q_words: q_shared [H,512] as words [H,256] of one pair each.
+    """
     q_ptr, rotary_ptr, eps, stride_qa = query
     H: gl.constexpr = q_shared.shape[0]
     C: gl.constexpr = 512
@@ -224,29 +221,36 @@ def prepare_query(q_shared, head0, num_heads, query):
     rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
     q_shared.store((q * gl.expand_dims(rstd * UP, 1)).to(gl.bfloat16))
     rstd = gl.expand_dims(gl.convert_layout(rstd, gl.SliceLayout(1, PAIRS)), 1)
-    _rope(q_shared).store(_rotate(word, rstd, cos, sin))
+    q_words.slice(224, 32, dim=1).store(_rotate(word, rstd, cos, sin))
     fence_async_shared()
 
 
 @gluon.jit
-def store_heads(out_shared, head0, num_heads, out_at, ROUND: gl.constexpr):
-    """Rotate a token's heads [H,512] back, round them if ROUND, and store them."""
+def store_heads(
+    out_shared, words, head0, num_heads, out_at, COLUMN0: gl.constexpr, ROUND: gl.constexpr
+):
+    """Rotate columns COLUMN0 .. of a token's heads [H,X] back, round them if ROUND, and store them.
+
+    words: all 512 columns as words [H,256] of one pair each.
+    """
     rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss = out_at
     H: gl.constexpr = out_shared.shape[0]
+    X: gl.constexpr = out_shared.shape[1]
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
-    cos, sin = _rotation(rotary_ptr, PAIRS)
-    rope = _rope(out_shared)
-    rope.store(_rotate(rope.load(PAIRS), 1.0, cos, -sin))
+    if COLUMN0 + X == C:
+        cos, sin = _rotation(rotary_ptr, PAIRS)
+        rope = words.slice(224, 32, dim=1)
+        rope.store(_rotate(rope.load(PAIRS), 1.0, cos, -sin))
     head = head0 + gl.arange(0, H, gl.SliceLayout(1, HEADS))
-    column = gl.arange(0, C, gl.SliceLayout(0, HEADS))
+    column = COLUMN0 + gl.arange(0, X, gl.SliceLayout(0, HEADS))
     out = out_shared.load(HEADS)
     if ROUND:
         out, scales = _round_heads(out)
         group_layout: gl.constexpr = scales.type.layout
         scale_head = head0 + gl.arange(0, H, gl.SliceLayout(1, group_layout))
-        group = gl.arange(0, C // 128, gl.SliceLayout(0, group_layout))
+        group = COLUMN0 // 128 + gl.arange(0, X // 128, gl.SliceLayout(0, group_layout))
         scale = gl.expand_dims(scale_head, 1) * (C // 128) + gl.expand_dims(group, 0)
         is_scale = gl.expand_dims(scale_head < num_heads, 1)
         gl.store(scales_ptr + scale * stride_ss, scales, mask=is_scale)
@@ -266,12 +270,14 @@ def produce(
     FIRST: gl.constexpr,
     OWN: gl.constexpr,
     STEP: gl.constexpr,
+    ARRIVALS: gl.constexpr,
     WAIT: gl.constexpr,
 ):
     """The work of a group of producers: OWN rows of tiles begin .. end - 1, from row FIRST on.
 
     They load STEP rows at a time, and the page numbers of the STEP rows after them.
 
+    ARRIVALS: how often the group arrives at `ready` for a tile.
     WAIT: wait for the previous kernel before the first rows, but not before their page numbers.
     """
     words, ready, free, begin, end, rows = work
@@ -289,8 +295,114 @@ def produce(
             store_rows(words.index(buffer).slice(FIRST + step * STEP, STEP, dim=0), loaded)
             if step == STEPS - 1:
                 fence_async_shared()
-                mbarrier.arrive(ready.index(buffer), count=1)
+                mbarrier.arrive(ready.index(buffer), count=ARRIVALS)
             loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
             # These are the first rows of the next tile if the last ones of this tile were loaded.
             key0 += BLOCK_K - OWN + STEP if (step + 2) % STEPS == 0 else STEP
             found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
+
+
+@gluon.jit
+def _unpacked_rows(
+    copied,
+    rows,
+    key0,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    K: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """Pointers to the unpacked rows of K keys from key0 on, and whether the token sees each one."""
+    _, window_ptr, window_page, entries_ptr, entry_page, copies_ptr = copied
+    position, num_entries, _, _, _, _, entry_rows_ptr, _, _, _ = rows
+    key = key0 + gl.arange(0, K, ROW)
+    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    pool_ptr = entries_ptr
+    if ENTRIES == 0 or key0 < W:
+        pool_ptr = window_ptr
+        row = window_page * WINDOW_ROWS + position - (W - 1) + key
+    elif ENTRIES == 1:
+        slot = gl.load(entry_rows_ptr + (key - W), mask=valid, other=0)
+        page = gl.load(copies_ptr + (slot >> _log2(ENTRY_ROWS)), mask=valid, other=0)
+        row = page * ENTRY_ROWS + (slot & (ENTRY_ROWS - 1))
+    else:
+        row = entry_page * ENTRY_ROWS + key - W
+    return pool_ptr + row.to(gl.int64) * 512, valid
+
+
+@gluon.jit
+def _copy(rows, found, COPY: gl.constexpr):
+    """Begin to copy rows to shared memory [K,512]; those that the token does not see become 0."""
+    row_ptr, valid = found
+    column = gl.arange(0, 512, gl.SliceLayout(0, COPY))
+    at = gl.expand_dims(row_ptr, 1) + gl.expand_dims(column, 0)
+    async_copy.async_copy_global_to_shared(rows, at, mask=gl.expand_dims(valid, 1))
+
+
+@gluon.jit
+def _copy_unpacked(
+    work,
+    copied,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+):
+    """The work of producers for a token with unpacked rows: copy them to shared memory.
+
+    A thread arrives at `ready` when its copies are complete. The copies are ordinary writes, so
+    their readers need a fence before an MMA.
+    """
+    _, ready, free, begin, end, rows = work
+    buffers = copied[0]
+    BLOCK_K: gl.constexpr = buffers.shape[1]
+    HALF: gl.constexpr = BLOCK_K // 2  # more rows at once would spill registers
+    COPY: gl.constexpr = gl.BlockedLayout([4, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    key = begin * BLOCK_K
+    first = _unpacked_rows(copied, rows, key, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, HALF, ROW)
+    key += HALF
+    second = _unpacked_rows(copied, rows, key, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, HALF, ROW)
+    for tile in range(begin, end):
+        buffer = (tile - begin) & 1
+        mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
+        _copy(buffers.index(buffer).slice(0, HALF, dim=0), first, COPY)
+        _copy(buffers.index(buffer).slice(HALF, HALF, dim=0), second, COPY)
+        async_copy.mbarrier_arrive(ready.index(buffer), increment_count=False)
+        # Find the rows of the next tile.
+        key += HALF
+        first = _unpacked_rows(copied, rows, key, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, HALF, ROW)
+        key += HALF
+        second = _unpacked_rows(copied, rows, key, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, HALF, ROW)
+
+
+@gluon.jit
+def produce_tiles(
+    work,
+    copied,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STEP: gl.constexpr,
+    ARRIVALS: gl.constexpr,
+    WAIT: gl.constexpr,
+    UNPACKED: gl.constexpr,
+):
+    """The work of producers of whole tiles.
+
+    UNPACKED: the token's rows may be unpacked.
+    """
+    is_unpacked = False
+    if UNPACKED:
+        _, _, window_page, _, entry_page, _ = copied
+        is_unpacked = gl.minimum(window_page, entry_page) > NOT_UNPACKED
+    if UNPACKED and is_unpacked:
+        _copy_unpacked(work, copied, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES)
+    else:
+        produce(
+            work, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0, BLOCK_K, STEP, ARRIVALS, WAIT
+        )
