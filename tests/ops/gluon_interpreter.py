@@ -9,24 +9,29 @@ Hopper's instructions.
 
 Each partition of gl.warp_specialize is a thread, and one of them runs at a time. Before each access
 to shared memory and each operation on an mbarrier or MMA, the schedule chooses which one goes on.
-A TMA load is in flight from its issue on. It ends when the schedule chooses it: then its bytes are
-in shared memory, and its barrier has received them. Vector clocks tell which accesses are ordered
-with any schedule. These raise KernelFault:
+A TMA load or an asynchronous copy (cp.async) is in flight from its issue on. It ends when the
+schedule chooses it: then its bytes are in shared memory, and its barrier has received them. Vector
+clocks tell which accesses are ordered with any schedule. These raise KernelFault:
 
 - a deadlock, such as a wait for more bytes than TMA loads bring;
 - a phase that gets more bytes than it expects;
-- an arrival or a TMA load that is not ordered after the end of its barrier's last phase: with
-  another schedule, it comes in an earlier phase, which then has too many of them;
+- an arrival (also async_copy.mbarrier_arrive) or a TMA load that is not ordered after the end of
+  its barrier's last phase: with another schedule, it comes in an earlier phase, which then has too
+  many of them;
 - a wait that comes two phases late, for which the parity is the same;
 - two accesses to a byte of shared memory without an order, one of which is a write. An MMA reads
   its operands from its issue to the wait for it. A TMA load is ordered after all that its issue is
-  ordered after, and before every wait for its phase;
-- a missing fence_async_shared: after an ordinary store and before the arrival that publishes it, if
-  an MMA reads or a TMA load overwrites the bytes (within a partition: before that MMA or TMA load);
-  after an ordinary load and before the arrival, if a TMA load of another partition overwrites them;
-  after mbarrier.init and before the barrier's first TMA load. PTX also accepts a fence by whoever
-  waits, and the compiler adds some within a partition;
-- a TMA load to memory of another shape, swizzle or alignment, and one that no wait follows;
+  ordered after, and before every wait for its phase. A copy is ordered after its issue in the same
+  way, and before a wait for its group or for the phase of the next async_copy.mbarrier_arrive. That
+  arrival also publishes what is ordered before the last copy's issue, but not a later store;
+- a missing fence_async_shared: after an ordinary store or the wait for a copy, if an MMA reads or a
+  TMA load overwrites the bytes; after an ordinary load, if a TMA load of another partition
+  overwrites them; after mbarrier.init, if a TMA load signals the barrier. The fence must be ordered
+  after the access and before the MMA or the issue of the TMA load. Any partition may execute it:
+  the writer before its arrival, or the reader after its wait. The compiler adds some fences within
+  a partition;
+- a TMA load to memory of another shape, swizzle or alignment, and a TMA load or a copy that no wait
+  follows;
 - a result of an MMA that did not pass through the wait for it, and an MMA without a wait;
 - a read of unwritten shared memory. An MMA's operand may have whole unwritten rows or columns:
   their results are NaN;
@@ -34,7 +39,7 @@ with any schedule. These raise KernelFault:
   swizzle.
 
 Not modelled: layouts, registers, the threads of a partition (so a missing gl.barrier is not found),
-other asynchronous copies, clusters, the order of accesses to global memory, early launches, and
+asynchronous stores, clusters, the order of accesses to global memory, early launches, and
 time. GEMMs and sums are computed in float64 and rounded once. With `pack` > 1, a register of inline
 PTX holds adjacent elements of the last dimension.
 """
@@ -56,6 +61,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .gluon_copies import AsyncCopy, Copies
 from .gluon_memory import Allocation, Mma, Shared, row_major, swizzle_bytes
 from .gluon_programs import IN_FLIGHT, Barrier, Program, Schedule
 from .gluon_tma import Descriptor, TmaLoad
@@ -176,9 +182,9 @@ FUNCTIONS: dict[str, Any] = {
 
 
 class Language:
-    """Stands for the modules that a kernel calls: gl, gl.nvidia.hopper, and its mbarrier and tma.
+    """Stands for the modules that a kernel calls: gl, gl.nvidia.hopper, and its modules.
 
-    One object stands for all of them, because no two functions have the same name.
+    One object stands for all of them, because only async_copy_global_to_shared has a name twice.
     """
 
     program: Program
@@ -191,7 +197,7 @@ class Language:
     def __getattr__(self, name: str) -> Any:
         if name in FUNCTIONS:
             return FUNCTIONS[name]
-        if name in ("nvidia", "hopper", "mbarrier", "tma"):
+        if name in ("nvidia", "ampere", "hopper", "mbarrier", "tma", "async_copy"):
             return self
         if name in ("NVMMASharedLayout", "SwizzledSharedLayout"):
             return getattr(gl, name)
@@ -319,7 +325,7 @@ class Language:
     def fence_async_shared(self, *args: Any, **options: Any) -> None:
         me = self.program.current
         if kernel_line() != self.skipped_fence:
-            me.clock.times[1, me.number] = me.clock.times[0, me.number]
+            me.clock.times[1] = me.clock.times[0]
 
     def async_load(
         self, desc: Descriptor, coord: Any, barrier: Shared, result: Shared, pred: Any = True
@@ -329,7 +335,30 @@ class Language:
             load = TmaLoad(desc, [*map(int, coord)], self.barrier_of(barrier), result)
             self.program.loads.append(load)
 
-    async_copy_global_to_shared = async_load
+    def async_copy_global_to_shared(self, *args: Any, **options: Any) -> None:
+        """The function of async_copy, or that of tma, which newer versions call async_load."""
+        is_tma = args and isinstance(args[0], Descriptor)
+        (self.async_load if is_tma else self.copy_to_shared)(*args, **options)
+
+    # Asynchronous copies by threads.
+
+    def copy_to_shared(self, smem: Shared, pointer: Any, mask: Any = None, **options: Any) -> None:
+        self.program.event()
+        copy = AsyncCopy(Copies.of(self.program.current), smem, pointer, mask)
+        self.program.loads.append(copy)
+
+    def mbarrier_arrive(self, mbarrier: Shared, increment_count: bool = True) -> None:
+        if increment_count:
+            raise NotImplementedError("async_copy.mbarrier_arrive needs increment_count=False here")
+        self.program.event()
+        Copies.of(self.program.current).arrive(self.barrier_of(mbarrier))
+
+    def commit_group(self) -> None:
+        copies = Copies.of(self.program.current)
+        copies.groups.append(copies.num_issued)
+
+    def wait_group(self, num_outstanding: Any = 0) -> None:
+        Copies.of(self.program.current).wait_group(int(num_outstanding))
 
     # MMAs.
 

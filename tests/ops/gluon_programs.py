@@ -1,4 +1,4 @@
-"""Programs of partitions, mbarriers and TMA loads in flight, for gluon_interpreter.py."""
+"""Programs of partitions, mbarriers and loads in flight, for gluon_interpreter.py."""
 
 import random
 import threading
@@ -12,17 +12,18 @@ import numpy as np
 from .gluon_values import KernelFault, kernel_line
 
 MAX_PARTITIONS = 16  # of a program
-MAX_ACTORS = 64  # partitions, and barriers that TMA loads signal
-TMA = MAX_PARTITIONS  # stands for the TMA loads in a schedule
+MAX_ACTORS = 64  # partitions, their copies, and barriers that TMA loads signal
+TMA = MAX_PARTITIONS  # stands for the TMA loads and asynchronous copies in a schedule
 IN_FLIGHT = np.iinfo(np.int32).max  # the time of an MMA's reads before the wait for it
 
 
 class Schedule:
-    """Chooses which partition goes on, or that a TMA load ends, the same in every run.
+    """Chooses which partition goes on, or that a TMA load or a copy ends, the same in every run.
 
     first: partitions, by their numbers in the list of gl.warp_specialize, that go on whenever they
-    can, the first one first. TMA among them: loads end at once; all partitions but not TMA: loads
-    end when no partition can go on. The others are drawn with weights that differ between programs.
+    can, the first one first. TMA among them: loads and copies end at once; all partitions but not
+    TMA: they end when no partition can go on. The others are drawn with weights that differ
+    between programs.
     """
 
     def __init__(self, seed: int = 0, first: Sequence[int] = ()) -> None:
@@ -52,7 +53,7 @@ class VectorClock:
 
     Attributes:
         times: [0,a]: the last access of actor a that has happened before; [1,a]: the last one that
-            the async proxy sees: that of a TMA load, or one before a partition's fence.
+            the async proxy sees: that of a TMA load, or one before any partition's fence.
         arrivals: the number of arrivals by (barrier, partition).
         phases: the number of phases of each barrier that have ended.
     """
@@ -69,9 +70,10 @@ class VectorClock:
 
 
 class Actor:
-    """A partition, or all TMA loads that signal one barrier: both access shared memory.
+    """What accesses shared memory: a partition, its copies, or the TMA loads of one barrier.
 
     Attributes:
+        num_issued: number of TMA loads or copies, also of those in flight.
         number: its number in the program; 0 is the code around gl.warp_specialize.
         places: the kernel's line of each access, by time.
     """
@@ -79,7 +81,7 @@ class Actor:
     def __init__(self, program: "Program", name: str) -> None:
         self.program, self.name, self.number = program, name, len(program.actors)
         assert self.number < MAX_ACTORS, f"the emulator has clocks for {MAX_ACTORS} actors"
-        self.places = [""]
+        self.num_issued, self.places = 0, [""]
         program.actors.append(self)
 
     def __str__(self) -> str:
@@ -104,7 +106,8 @@ class Partition(Actor):
     Attributes:
         index: its number in the list of gl.warp_specialize.
         pending: MMAs that it has not waited for.
-        waits_for: a barrier and the number of a phase.
+        copies: its asynchronous copies, a `Copies`, if there have been any.
+        waits_for: a barrier and the number of a phase, or its copies and the time before a copy.
     """
 
     def __init__(self, program: "Program", name: str, index: int, warps: int) -> None:
@@ -112,7 +115,8 @@ class Partition(Actor):
         self.index, self.warps = index, warps
         self.clock = VectorClock()
         self.pending: list[Any] = []
-        self.waits_for: tuple[Barrier, int] | None = None
+        self.copies: Any = None
+        self.waits_for: tuple[Any, int] | None = None
         self.turn = threading.Semaphore(0)
 
     def tick(self) -> int:
@@ -136,7 +140,8 @@ class Stopped(BaseException):
 class Program:
     """One program of a launch.
 
-    Its partition `current` runs; the partitions `live` and the TMA `loads` have not ended.
+    Its partition `current` runs; the partitions `live` have not ended. `loads` are the TMA loads
+    and the asynchronous copies in flight.
     """
 
     def __init__(self, ids: tuple[int, ...], schedule: Schedule, warps: int) -> None:
@@ -155,7 +160,7 @@ class Program:
         who = by or Access(self.current, self.current.clock)
         raise KernelFault(f"program {self.ids}, {who}: {text}")
 
-    def event(self, waits_for: "tuple[Barrier, int] | None" = None) -> None:
+    def event(self, waits_for: tuple[Any, int] | None = None) -> None:
         """Let the schedule choose which partition goes on; return when it is the caller's turn."""
         me = self.current
         me.waits_for = waits_for
@@ -235,9 +240,9 @@ class Program:
 
     def end(self) -> None:
         self.current.end()
-        for barrier in self.barriers.values():
-            if barrier.num_loads > self.current.clock.times[0, barrier.loader.number]:
-                self.fault(f"nobody has waited for {barrier.loader}")
+        for actor in self.actors:
+            if actor.num_issued > self.current.clock.times[0, actor.number]:
+                self.fault(f"nobody has waited for {actor}")
 
 
 class Barrier:
@@ -248,7 +253,7 @@ class Barrier:
         pending_count: arrivals that this phase still needs.
         tx_count: bytes that are expected and have not come; below 0: come, but not expected.
         gathered: the merged clocks of all arrivals; released: those until the last phase ended.
-        loader: stands for the TMA loads that signal this barrier; num_loads: those issued.
+        loader: stands for the TMA loads that signal this barrier.
         initialised: the partition that has initialised it, and when.
     """
 
@@ -256,19 +261,19 @@ class Barrier:
         self.program, self.name, self.count = program, name, count
         self.completed, self.pending_count, self.tx_count = 0, count, 0
         self.gathered, self.released = VectorClock(), VectorClock()
-        self.loader, self.num_loads = Actor(program, f"a TMA load of {name}"), 0
+        self.loader = Actor(program, f"a TMA load of {name}")
         self.initialised = program.current.number, program.current.tick()
 
     def __str__(self) -> str:
         state = f"phase {self.completed} needs {self.pending_count} of {self.count} arrivals"
-        if self.num_loads or self.tx_count:
+        if self.loader.num_issued or self.tx_count:
             state += f" and {self.tx_count} bytes"
         return f"{self.name}, whose {state}"
 
     def known_phases(self) -> int:
         """Number of phases that have ended before, with any schedule."""
         clock = self.program.current.clock
-        if self.num_loads:
+        if self.loader.num_issued:
             return clock.phases[self.name]
         return sum(n for (name, _), n in clock.arrivals.items() if name == self.name) // self.count
 

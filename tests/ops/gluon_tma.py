@@ -61,7 +61,7 @@ class TmaLoad:
         by, time = barrier.initialised
         if program.current.clock.times[1, by] < time:
             program.fault(f"no fence_async_shared follows mbarrier.init of {barrier.name}")
-        barrier.num_loads += 1
+        barrier.loader.num_issued += 1
         barrier.check_phase("a TMA load is not ordered after the last phase of")
         self.desc, self.at, self.barrier, self.memory = desc, at, barrier, memory
         self.phase = barrier.completed

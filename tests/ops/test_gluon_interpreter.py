@@ -41,7 +41,7 @@ def _load_tiles(work, x_ptr, NUM: gl.constexpr, FLAW: gl.constexpr):
         if FLAW != "no wait for free":
             mbarrier.wait(free.index(buffer), (tile >> 1 & 1) ^ 1)
         tiles.index(buffer).store(x)
-        if FLAW != "no fence":
+        if FLAW != "no fence" and FLAW != "fence by the reader":
             fence_async_shared()
         mbarrier.arrive(ready.index(buffer), count=2 if FLAW == "arrival of 2" else 1)
         if FLAW == "store after arrival":
@@ -58,6 +58,8 @@ def _square_tiles(work, out_ptr, NUM: gl.constexpr, FLAW: gl.constexpr):
             mbarrier.arrive(ready.index(buffer), count=1)
         if FLAW != "no wait for ready":
             mbarrier.wait(ready.index(buffer), tile >> 1 & 1)
+        if FLAW == "fence by the reader":
+            fence_async_shared()
         x = tiles.index(buffer)
         total = warpgroup_mma(x, x, total, is_async=True)
         if FLAW == "arrival before the wait":
@@ -101,9 +103,10 @@ def sum_of_squares(flaw: str, schedule: Schedule, num_tiles: int = 5) -> None:
     torch.testing.assert_close(out, (x.float() @ x.float()).sum(0), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("flaw", ["", "fence by the reader"])
 @pytest.mark.parametrize("first", [(), (0,), (1,)])
-def test_a_kernel_without_a_flaw(first: tuple[int, ...]) -> None:
-    sum_of_squares("", Schedule(first=first))
+def test_a_kernel_without_a_flaw(flaw: str, first: tuple[int, ...]) -> None:
+    sum_of_squares(flaw, Schedule(first=first))
 
 
 SQUARE, LOAD = r"partition 0 \(_square_tiles\)", r"partition 1 \(_load_tiles\)"
