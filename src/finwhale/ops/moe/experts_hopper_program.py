@@ -29,6 +29,18 @@ def _factor_rows(blocks, bits):
 
 
 @gluon.constexpr_function
+def _warps(groups):
+    """Warps of the groups after the first one, and of the loader."""
+    return [4] * (groups - 1) + [1]
+
+
+@gluon.constexpr_function
+def _registers(groups, registers):
+    """Registers of a thread of these warps."""
+    return [registers] * (groups - 1) + [24]
+
+
+@gluon.constexpr_function
 def _num_bytes(block_type):
     rows, columns = block_type.shape
     return rows * columns * block_type.element_ty.primitive_bitwidth // 8
@@ -214,48 +226,16 @@ def run(
         rings = x, scales, w, factor, full, empty
         work = rings, results, pairs, scale_ptr, first, end, row, blocks
         load = descs, rings, first, end - first, expert * tiles + row, blocks
-        if GROUPS == 4:
-            gl.warp_specialize(
-                [
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 1)),
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 2)),
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 3)),
-                    (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
-                ],
-                [4, 4, 4, 1],
-                [REGISTERS, REGISTERS, REGISTERS, 24],
-            )
-        elif GROUPS == 3:
-            gl.warp_specialize(
-                [
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 1)),
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 2)),
-                    (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
-                ],
-                [4, 4, 1],
-                [REGISTERS, REGISTERS, 24],
-            )
-        elif GROUPS == 2:
-            gl.warp_specialize(
-                [
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 1)),
-                    (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
-                ],
-                [4, 1],
-                [REGISTERS, 24],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
-                    (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
-                ],
-                [1],
-                [24],
-            )
+        gl.warp_specialize(
+            [
+                (_group, (work, MULTIPLY, WIDTHS, STORE, COLUMNS, TILES, STAGES, GROUPS, part))
+                if part < GROUPS
+                else (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL))
+                for part in (0, 1, 2, 3, 4)[: GROUPS + 1]
+            ],
+            _warps(GROUPS),
+            _registers(GROUPS, REGISTERS),
+        )
     else:
         wait_for_last(PDL)
 
