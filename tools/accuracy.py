@@ -21,12 +21,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from tools.stepping import Stepper
 from torch import Tensor
 
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.engine import call_ranks_collectively
 from finwhale.bench.record import keep_record, stamp
-from finwhale.bench.stepping import Stepper
 from finwhale.cli.bench import run_tool
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine

@@ -16,15 +16,16 @@ from typing import Any
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import keep_record, stamp, summary
-from finwhale.bench.stepping import new_sequence
 from finwhale.bench.timing import seconds_of
 from finwhale.cli.bench import run_tool
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.presets import published
+from finwhale.request import SamplingParams
 
 COMMAND = "python tools/prefix_search.py"
 LENGTHS = (1024, 8192, 65536, 1048576)
@@ -39,7 +40,7 @@ def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
     assert scheduler.prefix is not None
     draw = random.Random(num_tokens)
     prompt = [draw.randrange(129280) for _ in range(num_tokens)]
-    first = new_sequence("first", prompt, num_tokens + 1)
+    first = _sequence("first", prompt)
     scheduler.add(first)
     while first.remaining:
         scheduler.record_computed(scheduler.schedule())
@@ -49,7 +50,7 @@ def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
     for repeat in range(repeats):
         extend = partial(scheduler.prefix.extend_keys, [], prompt)
         keys_ns.append(1e9 * seconds_of(extend) / num_tokens)
-        again = new_sequence(f"again {repeat}", prompt, num_tokens + 1)
+        again = _sequence(f"again {repeat}", prompt)
         start = time.perf_counter()
         scheduler.add(again)
         scheduler.schedule()
@@ -62,6 +63,11 @@ def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
         "keys_ns": summary(keys_ns),
         "whole_ns": summary(whole_ns),
     }
+
+
+def _sequence(name: str, prompt: list[int]) -> SequenceState:
+    length = len(prompt)
+    return SequenceState(name, name, 0, list(prompt), length, length + 1, SamplingParams())
 
 
 def _scheduler(num_tokens: int) -> Scheduler:

@@ -1,6 +1,7 @@
 """Measures perplexity on held-out text and the draft layer's agreement, with finwhale on a CPU.
 
-python evaluate_engine.py --corpus work/corpus.xz [--activations exact] [--wo-a-input bf16]
+PYTHONPATH=../.. python evaluate_engine.py --corpus work/corpus.xz [--activations exact]
+    [--wo-a-input bf16]
 
 `evaluate.py` measures the training's own model; this measures what users run. It prints one JSON
 object: over all sources and by source, the perplexity of a token and the share of positions where
@@ -17,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import Corpus
+from tools.stepping import Stepper
 
 from finwhale import LLM
-from finwhale.bench.stepping import Stepper
 from finwhale.engine.ranks.ranks import first_rank
 
 SOURCE_TOKENS = 5000  # a source is left after the document that reaches this

@@ -180,7 +180,7 @@ def test_public_names() -> None:
 FORK = """
 import os, sys
 from finwhale import LLM, FinwhaleError, SamplingParams
-import finwhale.bench.stepping
+import finwhale.engine.ranks.local_executor
 pid = os.fork()
 if pid == 0:
     llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)

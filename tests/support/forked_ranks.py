@@ -18,7 +18,7 @@ from tests.support.processes import importable_tests
 
 from finwhale.distributed import workers
 
-PRELOADED = ["torch.distributed", "finwhale.llm", "finwhale.bench.stepping"]
+PRELOADED = ["torch.distributed", "finwhale.llm", "finwhale.engine.ranks.local_executor"]
 
 
 class Forked:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from finwhale.bench import stepping
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
+from tools import stepping
 
 
 class Stepper(stepping.Stepper):

@@ -14,8 +14,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from tests.support.integrity import check_scheduler
 from tests.support.tiny import tiny_config
+from tools.stepping import new_sequence
 
-from finwhale.bench.stepping import new_sequence
 from finwhale.engine.plan import prefix_index as prefix
 from finwhale.engine.plan.admission import PATIENCE, WATERMARK
 from finwhale.engine.plan.draft_policy import DraftChooser
