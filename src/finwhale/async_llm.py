@@ -332,7 +332,6 @@ _Update = tuple[_Request, RequestOutput | Exception]
 
 
 def _fail(engine: Engine, running: dict[str, _Running], error: Exception) -> None:
-    """Ends all requests with an error."""
     for request_id in running:
         engine.abort(request_id)
     _send([(one.request, error) for one in running.values()])

@@ -110,7 +110,6 @@ class CallGuard:
         return released
 
     def _match(self) -> Chunks:
-        """Looks at the tag so far."""
         assert self._tag is not None
         tags = self._tags.get((self._closing, self._inside), [])
         for start, rest, inside in tags:

@@ -263,7 +263,6 @@ def _version(module: str) -> str:
 
 
 def _demo() -> Iterator[Finding]:
-    """Run the embedded model on the CPU."""
     try:
         llm = finwhale.LLM(device="cpu", max_num_seqs=1, max_model_len=64)
         (result,) = llm.generate(

@@ -83,7 +83,6 @@ def gemms(weight_GMK: Tensor) -> tuple[Gemm, ...]:
 
 
 def _multiply_rows(matrix_KM: F32, x_NK: Tensor) -> Tensor:
-    """One GEMV per row."""
     return torch.from_numpy(cpu_math.matmul_rows(x_NK.numpy(), matrix_KM))
 
 

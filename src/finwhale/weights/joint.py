@@ -264,7 +264,6 @@ class JointReader:
                 self._done.put(error)
 
     def _own_turns(self) -> Iterator[Turn]:
-        """The turns of one thread."""
         while not self._stopped:
             with self._lock:
                 turn = next(self._turns, None)

@@ -168,7 +168,6 @@ def _open(address: GroupAddress, store: c10d.Store, rank: int, limit: timedelta)
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -250,7 +250,6 @@ class Engine:
         return None
 
     def _check_accepts(self) -> None:
-        """Raise an error if the engine accepts no requests now."""
         self.check_usable()
         if self.stops & {"weights", "cache"}:
             raise RequestError("the engine is asleep and accepts no requests: wake it first")

@@ -149,7 +149,6 @@ class Outputs:
         return failed
 
     def _record_routed(self, chunks: Sequence[Chunk], ids: ExpertIds) -> None:
-        """Store the routed experts of a step's tokens."""
         begin = 0
         for chunk in chunks:
             end = begin + chunk.end - chunk.start

@@ -162,7 +162,6 @@ class WeightUpdates:
             seconds = min(2 * seconds, 0.05)
 
     def _call(self, method: Callable[..., T], **arguments: Any) -> list[T]:
-        """Call a method of every rank's RankWeights."""
         return self._engine.call_ranks(functools.partial(on_weights, method, **arguments))
 
     # --- Updates ----------------------------------------------------------------------------------

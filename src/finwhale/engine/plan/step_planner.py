@@ -153,7 +153,6 @@ def _bounds(chunks: Sequence[Chunk]) -> tuple[PromptBounds, ...]:
 
 
 def _scored(chunks: Sequence[Chunk]) -> list[ScoredTokens]:
-    """The prompt tokens whose log-probabilities are wanted."""
     found = []
     for index, chunk in enumerate(chunks):
         num_top = chunk.sequence.prompt_logprobs

@@ -70,7 +70,6 @@ class StepExecutor:
         return result
 
     def _launch(self, plan: StepPlan) -> _OpenStep:
-        """Launch the forward."""
         runner, steps = self.runner, self.runner.verification_steps
         if plan.draft is None and not plan.scored:
             return _OpenStep(plan, runner.logits(plan))

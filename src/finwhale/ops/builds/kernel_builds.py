@@ -183,7 +183,6 @@ class KernelBuilds(Builds):
         )
 
     def _num_gemms(self) -> int:
-        """Number of kernels in DeepGEMM's cache."""
         return len(list(self._deepgemm.folder.iterdir())) if self._deepgemm is not None else 0
 
     def _new_gemm_pool(self, num_jobs: int) -> Pool | None:

@@ -89,7 +89,6 @@ def _take_turns(four, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _squares(four):
-    """The sum of squares of each row."""
     a, b, c, d = four
     square = a.to(tl.float32) * a.to(tl.float32) + b.to(tl.float32) * b.to(tl.float32)
     square += c.to(tl.float32) * c.to(tl.float32) + d.to(tl.float32) * d.to(tl.float32)
