@@ -145,8 +145,6 @@ class Artefacts:
             ) from error
         self.writable = os.access(self.path, os.W_OK)
 
-    # --- Marks ------------------------------------------------------------------------------------
-
     def is_complete(self, configuration: object) -> bool:
         """Whether every artefact for a configuration of this source has been built."""
         return self._mark(configuration).exists()
@@ -173,13 +171,9 @@ class Artefacts:
     def _mark(self, configuration: object) -> Path:
         return self.path / f"complete-{source_digest()}-{digest(configuration)}.json"
 
-    # --- Filling ----------------------------------------------------------------------------------
-
     def filling(self) -> AbstractContextManager[None]:
         """Hold the lock for filling the folder. Others wait, and then find the artefacts."""
         return locked(self.path / "lock") if self.writable else nullcontext()
-
-    # --- Damage -----------------------------------------------------------------------------------
 
     def check(self) -> int:
         """Remove damaged artefacts, so that they are built again; returns their number. Raises

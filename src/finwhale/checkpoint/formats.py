@@ -260,9 +260,6 @@ def dequantise_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out.view(*lead, half * 2)
 
 
-# --- Helpers ------------------------------------------------------------------------------------
-
-
 def row_slices(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
     """(start, stop) over the rows, each slice a multiple of `multiple` rows but the last."""
     step = max(_SLICE_ELEMENTS // max(columns, 1) // multiple, 1) * multiple

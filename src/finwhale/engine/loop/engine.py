@@ -333,8 +333,6 @@ class Engine:
                     lane.discard_if_idle()
             self._loop.forget_discarded()
 
-    # --- Between steps ----------------------------------------------------------------------------
-
     def stop(self, *stops: Stop) -> None:
         """Run no steps before a call of `allow` has ended each of these stops."""
         self.stops |= set(stops)
@@ -385,8 +383,6 @@ class Engine:
             for lane in self.lanes:
                 lane.scheduler.counts = SchedulerCounts()
             self.begin(*(lane.scheduler for lane in self.lanes))
-
-    # --- The end ----------------------------------------------------------------------------------
 
     def die(self, error: Exception) -> EngineDeadError:
         """End every request with an error, regardless of the engine's other state."""

@@ -112,8 +112,6 @@ class Outputs:
         touched, self.touched = self.touched, []
         return touched
 
-    # --- Tokens of a step -------------------------------------------------------------------------
-
     def record(self, step: InFlightStep, tokens: Iterable[NewToken]) -> list[RequestOutput]:
         """Record the result of a step; returns the requests that changed."""
         touched = list(step.rows.outputs)
@@ -197,8 +195,6 @@ class Outputs:
     def _with_texts(self, table: Mapping[int, TokenLogprob]) -> dict[int, Logprob]:
         text = (lambda _: "") if self._tokenizer is None else self._tokenizer.token_text
         return {i: Logprob(entry.logprob, entry.rank, text(i)) for i, entry in table.items()}
-
-    # --- Ends -------------------------------------------------------------------------------------
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free its pages; returns whether it was unfinished."""

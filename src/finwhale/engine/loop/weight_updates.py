@@ -86,8 +86,6 @@ class WeightUpdates:
         self._groups: dict[str, GroupAddress] = {}
         self._lock = threading.Lock()
 
-    # --- Groups -----------------------------------------------------------------------------------
-
     def join(
         self,
         master_address: str,
@@ -163,8 +161,6 @@ class WeightUpdates:
 
     def _call(self, method: Callable[..., T], **arguments: Any) -> list[T]:
         return self._engine.call_ranks(functools.partial(on_weights, method, **arguments))
-
-    # --- Updates ----------------------------------------------------------------------------------
 
     def update(
         self,

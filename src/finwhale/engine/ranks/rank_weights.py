@@ -43,8 +43,6 @@ class RankWeights:
         # engine gives it up, it ends after its time limit.
         self._waiting: dict[str, Future[Any]] = {}
 
-    # --- Staging ----------------------------------------------------------------------------------
-
     def begin(self, *, partial: bool) -> None:
         """Begin to stage an update (StagedWeights)."""
         form = self._checked_form()
@@ -87,8 +85,6 @@ class RankWeights:
         """Drop the staged weights."""
         self.staged = None
 
-    # --- Groups with trainers ---------------------------------------------------------------------
-
     def start_join(self, *, address: GroupAddress, rank_offset: int) -> None:
         """Begin to become a member of a group, together with the trainer and all other ranks.
 
@@ -114,8 +110,6 @@ class RankWeights:
         group = self.groups.pop(group_name, None)
         if group is not None:
             group.close()
-
-    # --- Tensors of trainers ----------------------------------------------------------------------
 
     def announce(self, *, tensors: Sequence[Announced], last: bool) -> None:
         """Check tensors before they arrive (StagedWeights.announce)."""

@@ -111,8 +111,6 @@ class Decisions:
         self.groups: tuple[CacheGroup, ...] = self.architecture.cache_groups(model_config)
         self.arenas = self._new_arenas()
 
-    # --- What follows from the decisions ----------------------------------------------------------
-
     def step_limits(self, max_len: int) -> StepLimits:
         """The sizes of steps, if the longest sequence has max_len tokens."""
         captures = self.capabilities.captures_steps
@@ -162,8 +160,6 @@ class Decisions:
             most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
             return model, model.record_routed_experts(most)
         return model, None
-
-    # --- Decisions --------------------------------------------------------------------------------
 
     def _gpu_bytes(self) -> int:
         """A rank's share of the smallest GPU of all ranks; 0 on a CPU."""

@@ -210,8 +210,6 @@ class Endpoints:
         except FinwhaleError as error:
             raise ApiError(400, str(error), code="rollout_refused") from error
 
-    # --- Pausing and memory -----------------------------------------------------------------------
-
     async def pause(
         self, mode: PauseMode = "abort", clear_cache: bool = False, body: PauseBody = _PAUSE
     ) -> dict[str, str]:
@@ -260,8 +258,6 @@ class Endpoints:
     async def reset_cache(self) -> dict[str, Any]:
         """Clears the prefix cache: later requests reuse no prefix that is cached now."""
         return await self._call("reset_prefix_cache")
-
-    # --- Weights ----------------------------------------------------------------------------------
 
     async def init(self, body: InitBody) -> dict[str, str]:
         """Joins a process group with a trainer."""

@@ -71,8 +71,6 @@ class RolloutControl:
                 answer = Answered(call.call_id, error=RuntimeError(type(error).__name__))
             self._send(answer)
 
-    # --- The calls --------------------------------------------------------------------------------
-
     def status(self) -> dict[str, Any]:
         return {
             "is_paused": bool(self.engine.stops),
