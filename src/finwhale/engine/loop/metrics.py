@@ -228,10 +228,7 @@ def _total(counts: Sequence[T]) -> T:
 
 
 def read_metrics(
-    schedulers: Sequence[Scheduler],
-    meter: Meter,
-    step_seconds: float,
-    ranks: tuple[RankState, ...],
+    schedulers: Sequence[Scheduler], meter: Meter, step_seconds: float, ranks: tuple[RankState, ...]
 ) -> EngineMetrics:
     """Read the current state and the counters, added over the lanes' schedulers."""
     late, used, total = Counter[str](), Counter[str](), Counter[str]()

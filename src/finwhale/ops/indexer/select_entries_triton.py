@@ -172,14 +172,7 @@ def _page_scores(
 
 @triton.jit
 def _store_scores(
-    rows_at,
-    member_Q,
-    visible_Q,
-    score,
-    tile,
-    visible,
-    ROWS: tl.constexpr,
-    LARGEST_OF: tl.constexpr,
+    rows_at, member_Q, visible_Q, score, tile, visible, ROWS: tl.constexpr, LARGEST_OF: tl.constexpr
 ):
     """Store a page's scores [ROWS, BLOCK_Q] of the member tokens, which see at most `visible`.
 
