@@ -170,17 +170,10 @@ class Push(Collectives):
             return self._nccl.reduce_scatter_rows(x)
         own = self.rank.rows(len(x))
         out = x.new_empty((own.stop - own.start, *x.shape[1:]))
+        words, sums, bfloat16 = _words(x), _words(out), x.dtype == torch.bfloat16
         part = self.rank.rows_per_rank(len(x)) * width
         for start in range(0, part, self._bulk.capacity):
-            push_triton.reduce_scatter(
-                _words(x),
-                _words(out),
-                part,
-                start,
-                self._bulk,
-                x.dtype == torch.bfloat16,
-                self._early,
-            )
+            push_triton.reduce_scatter(words, sums, part, start, self._bulk, bfloat16, self._early)
         return out
 
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
