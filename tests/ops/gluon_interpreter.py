@@ -188,7 +188,7 @@ class Language:
     """
 
     program: Program
-    skipped_fence = ""
+    skipped_fences: tuple[str, ...] = ()
 
     def __init__(self, grid: tuple[int, ...]) -> None:
         self.grid = grid
@@ -324,7 +324,7 @@ class Language:
 
     def fence_async_shared(self, *args: Any, **options: Any) -> None:
         me = self.program.current
-        if kernel_line() != self.skipped_fence:
+        if kernel_line() not in self.skipped_fences:
             me.clock.times[1] = me.clock.times[0]
 
     def async_load(
@@ -462,7 +462,7 @@ def fences(*modules: ModuleType) -> list[str]:
 
 
 @contextmanager
-def without_fence(line: str) -> Iterator[None]:
-    """Within the block, the fence of this line does nothing."""
-    with patch.object(Language, "skipped_fence", line):
+def without_fences(*lines: str) -> Iterator[None]:
+    """Within the block, the fences of these lines do nothing."""
+    with patch.object(Language, "skipped_fences", lines):
         yield

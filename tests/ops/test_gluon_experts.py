@@ -24,7 +24,7 @@ from finwhale.ops.moe import experts_hopper as hopper
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.rounding import scaled_e4m3
 
-from .gluon_interpreter import emulated_launches, fences, without_fence
+from .gluon_interpreter import emulated_launches, fences, without_fences
 from .gluon_programs import TMA, Schedule
 from .gluon_values import KernelFault
 from .kernels_support import Inputs
@@ -195,7 +195,7 @@ def test_schedules_give_the_same_bits(plan: hopper.HopperPlan) -> None:
 @pytest.mark.parametrize("fence", fences(experts_hopper_parts))
 def test_each_fence_is_needed(fence: str) -> None:
     match = r"no fence_async_shared follows (mbarrier\.init|the read)"
-    with without_fence(fence), pytest.raises(KernelFault, match=match):
+    with without_fences(fence), pytest.raises(KernelFault, match=match):
         many(problem(LONG, (40, 0, 9)), PLANS[0])
 
 
@@ -240,7 +240,7 @@ def test_few_tokens(
 @pytest.mark.parametrize("fence", fences(experts_hopper_few))
 def test_each_fence_of_few_tokens_is_needed(fence: str) -> None:
     match = r"no fence_async_shared follows (mbarrier\.init|the write)"
-    with without_fence(fence), pytest.raises(KernelFault, match=match):
+    with without_fences(fence), pytest.raises(KernelFault, match=match):
         few(problem(SMALL, (1,)))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from finwhale.ops.linear import few_tokens_hopper
 from finwhale.ops.linear import linear_triton as kernels
 
-from .gluon_interpreter import emulated_launches, fences, without_fence
+from .gluon_interpreter import emulated_launches, fences, without_fences
 from .gluon_programs import TMA, Schedule
 from .gluon_values import KernelFault
 from .kernels_support import Inputs, assert_close
@@ -93,6 +93,6 @@ def test_schedules_give_the_same_bits(early_steps: int) -> None:
 @pytest.mark.parametrize("fence", fences(few_tokens_hopper))
 def test_each_fence_is_needed(fence: str) -> None:
     match = r"no fence_async_shared follows (mbarrier\.init|the write)"
-    with without_fence(fence), pytest.raises(KernelFault, match=match):
+    with without_fences(fence), pytest.raises(KernelFault, match=match):
         run(problem(1, 64, 128, 2)[0])
         run(plain_problem(1, 128, 3)[0])
