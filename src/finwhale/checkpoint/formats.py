@@ -25,9 +25,6 @@ E8M0_NAN = 255
 _SLICE_ELEMENTS = 1 << 24
 
 
-# --- E8M0 ---------------------------------------------------------------------------------------
-
-
 def e8m0_bytes(scale: Tensor) -> Tensor:
     """View a float8_e8m0fnu or uint8 tensor as exponent bytes (uint8)."""
     assert scale.dtype in (torch.float8_e8m0fnu, torch.uint8), scale.dtype
@@ -102,9 +99,6 @@ def _power_of_two_scales(amax: Tensor, limit: float) -> Tensor:
 def _reciprocal(raw: Tensor) -> Tensor:
     """1 / scale as float32 for E8M0 bytes under 254."""
     return e8m0_to_float32(2 * E8M0_BIAS - raw)
-
-
-# --- FP8, square blocks -----------------------------------------------------------------------
 
 
 def fp8_scale_shape(shape: tuple[int, ...], block: int = 128) -> tuple[int, int]:
@@ -187,9 +181,6 @@ def _multiply_blocks(part: Tensor, factors: Tensor, block: int) -> None:
         split.mul_(by_row[:, :whole, None])
     if columns % block:
         part[:, whole * block :].mul_(by_row[:, whole:])
-
-
-# --- Rows of 32: FP8 and FP4 --------------------------------------------------------------------
 
 
 def row_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -191,9 +191,6 @@ class TensorReader(ExitStack):
         return self._files[file]
 
 
-# --- Headers --------------------------------------------------------------------------------------
-
-
 def _inventory(directory: Path) -> dict[str, TensorInfo]:
     expected = _expected_names(directory)
     try:

@@ -60,9 +60,6 @@ class Introduction:
     pid: int
 
 
-# --- Rank 0 ---------------------------------------------------------------------------------------
-
-
 class RemoteProcesses:
     """The workers that have connected (workers.WorkerProcesses)."""
 
@@ -199,9 +196,6 @@ class WorkerListener:
         return _Admitted(introduction, connection, end)
 
 
-# --- A worker -------------------------------------------------------------------------------------
-
-
 def work_at(placement: Placement) -> NoReturn:
     """Run this process's rank until rank 0 ends it.
 
@@ -277,9 +271,6 @@ def _enter(invitation: Invitation, introduction: Introduction) -> Connection:
         connection.send(introduction)
     end.close()
     return connection
-
-
-# --- Sockets --------------------------------------------------------------------------------------
 
 
 def _connection(end: socket.socket) -> Connection:

@@ -428,9 +428,6 @@ def _sum_landed_kernel(
     tl.store(out_ptr + inside, sum_words(words, BFLOAT16, W, BLOCK), mask=inside < n)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def _launch(
     kernel: Any,
     num_words: int,

@@ -57,9 +57,6 @@ _MAX = {
 }
 
 
-# --- Reading --------------------------------------------------------------------------------------
-
-
 def get(raw: Mapping[str, Any], name: str) -> Any:
     if raw.get(name) is None:
         raise CheckpointError(f"config.json has no {name}")
@@ -79,9 +76,6 @@ def token_ids(raw: Mapping[str, Any]) -> dict[str, Any]:
     bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
     several = tuple(eos) if isinstance(eos, list) else (1 if eos is None else eos,)
     return {"bos_token_id": 0 if bos is None else bos, "eos_token_ids": several}
-
-
-# --- Checks ---------------------------------------------------------------------------------------
 
 
 def check_architecture(raw: Mapping[str, Any], model_type: str, architecture: str) -> None:

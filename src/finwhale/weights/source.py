@@ -340,9 +340,6 @@ class WeightSource:
         return stored
 
 
-# --- One tensor -----------------------------------------------------------------------------------
-
-
 class Match(NamedTuple):
     """How a weight and its scales match a spec.
 
@@ -390,9 +387,6 @@ def _log(checkpoint: Checkpoint, found: Inventory, ignored: Mapping[str, str]) -
     by_format = Counter(found.storages.values()).most_common()
     counts = ", ".join(f"{n} {kind}" for kind, n in by_format)
     logger.info("%s: weights stored as %s", checkpoint.path, counts)
-
-
-# --- Errors ---------------------------------------------------------------------------------------
 
 
 def _require_complete(

@@ -137,8 +137,6 @@ class _CpuChunk:
         """Allocate memory again, with undefined contents: the system does so at the first write."""
 
 
-# --- The driver of an NVIDIA GPU ------------------------------------------------------------------
-
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
 
 

@@ -198,9 +198,6 @@ class _Table(WeightTable):
         )
 
 
-# --- Conversions of loaded values -----------------------------------------------------------------
-
-
 def _halves_as_rows(ape: Tensor) -> Tensor:
     """[4, Ca | Cb] to [8, C]."""
     return torch.cat(ape.chunk(2, 1))

@@ -110,9 +110,6 @@ def _prepare_qkv_kernel(
     tl.store(scale_ptr + group, exponent.to(tl.uint8), mask=group < GROUPS)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, {NEXT_FIRST_TOKENS}))
 
 

@@ -21,7 +21,6 @@ A token's bits depend on BLOCK_K and the shares, as in sparse_attention_triton.p
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +52,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
 )
 from finwhale.ops.indexer import RATIO
 from finwhale.ops.launch.gluon_functions import reinterpret, start_next, wait_for_last
-from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, up_to
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
@@ -245,9 +244,6 @@ def _attend_kernel(
     # fmt: on
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def mma_heads(heads: int) -> int:
     """Number of heads of an MMA: its 64 rows, or up to FEW_HEADS heads its 8, 16 or 32 columns."""
     return MMA_ROWS if heads > FEW_HEADS else max(8, triton.next_power_of_2(heads))
@@ -282,16 +278,7 @@ def _tiles_of(model: ModelSizes) -> Tiles:
     return tiles if fits else sparse_attention_triton.tiles
 
 
-def _with_prompts(classes: LaunchClasses) -> LaunchClasses:
-    """The classes, and one more of the steps that may unpack rows."""
-
-    def tokens(model: ModelSizes, most: int) -> set[int]:
-        return classes.tokens(model, most) | up_to(most, [LEAST_TOKENS - 1])
-
-    return replace(classes, tokens=tokens)
-
-
-LAUNCH_CLASSES = _with_prompts(launch_classes(_tiles_of))
+LAUNCH_CLASSES = launch_classes(_tiles_of, LEAST_TOKENS - 1)
 
 
 def _unpacked(p: AttentionProblem) -> dict[str, Any]:

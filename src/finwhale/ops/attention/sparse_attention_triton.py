@@ -427,9 +427,6 @@ def _combine_kernel(
     tl.store(target_ptr, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# --- Plan and launch ------------------------------------------------------------------------------
-
-
 # (tokens, heads, invariant) -> (heads and keys of a tile, warps).
 Tiles = Callable[[int, int, bool], tuple[int, int, int]]
 
@@ -474,14 +471,17 @@ def num_splits(programs: int, tiles: int) -> int:
     return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
 
 
-def launch_classes(tiles_of: Callable[[ModelSizes], Tiles]) -> LaunchClasses:
-    """The launch classes of kernels whose tiles depend on a model's sizes."""
+def launch_classes(tiles_of: Callable[[ModelSizes], Tiles], *last: int) -> LaunchClasses:
+    """The launch classes of kernels whose tiles depend on a model's sizes.
+
+    last: numbers of tokens after which something else changes.
+    """
 
     def plan(model: ModelSizes, num_tokens: int) -> AttendPlan:
         return AttendPlan.of(tiles_of(model), num_tokens, model.num_heads, MANY_KEYS)
 
     def tokens(model: ModelSizes, most: int) -> set[int]:
-        return up_to(most, last_of_classes(lambda n: plan(model, n), MAX_PROGRAMS + 1))
+        return up_to(most, {*last_of_classes(lambda n: plan(model, n), MAX_PROGRAMS + 1), *last})
 
     def contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
         most = plan(model, num_tokens)

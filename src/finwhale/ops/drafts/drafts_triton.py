@@ -241,9 +241,6 @@ def _confidence_kernel(
     tl.store(out_ptr + draft, tl.sigmoid(score))
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def continue_tokens(
     planned: PlannedTokens, last_2LW: Tensor, ids_N: Tensor, positions_N: Tensor
 ) -> None:

@@ -510,9 +510,6 @@ def _select_long_kernel(
     tl.store(out_row_ptr + out_index, value, mask=chosen & there)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def _candidate_room(max_entries: int) -> int:
     """How many candidates a row may have. The padding of a tile may be among them."""
     return TILE if max_entries <= TILE else 2 * TILE

@@ -46,9 +46,6 @@ def _sum_kernel(
     tl.store(out_ptr + token * D + d, total.to(out_ptr.dtype.element_ty), mask=is_d)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def combine(
     each_NKD: Tensor,
     ids_NK: Tensor,

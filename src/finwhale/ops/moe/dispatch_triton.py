@@ -193,9 +193,6 @@ def _order_many_kernel(
         _write_blocks(blocks_ptr, expert, start, count, base, room, BLOCK_N, BLOCK_S)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def order_sizes(pairs: int, num_experts: int, block_rows: int) -> tuple[int, int]:
     """The most (rows P, blocks B) for a number of pairs, for any distribution over experts."""
     rows = triton.cdiv(pairs + (ALIGN - 1) * min(pairs, num_experts), ALIGN) * ALIGN

@@ -284,8 +284,6 @@ def _down_kernel(
     # fmt: on
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
 BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 

@@ -354,9 +354,6 @@ def _few_down_kernel(
         wait_for_last(PDL)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 # Options of every launch.
 COMMON: dict[str, Any] = {
     "TOP": E4M3_MAX,

@@ -274,9 +274,6 @@ def store_out(total, out, pairs, tile):
     gl.store(target, result, mask=gl.expand_dims(pair >= 0, 0))
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def program_options(
     tiles: int,
     groups: int,

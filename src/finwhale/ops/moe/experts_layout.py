@@ -128,9 +128,6 @@ def _tile_kernel(
     tl.store(changed_ptr + row, tl.sum(tl.sum(changed, axis=2), axis=1))
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def finish_experts(w: ExpertWeight) -> TiledExperts:
     """Call `tile_experts`, and log a warning if it had to round values."""
     tiled, rounded = tile_experts(w)

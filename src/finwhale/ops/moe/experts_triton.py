@@ -32,8 +32,6 @@ from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.moe.experts_layout import GROUP, TiledExperts, check_inputs
 from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, round_tokens
 
-# --- Weights --------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _decode(w, exponent_bits, ROWS: tl.constexpr):
@@ -91,9 +89,6 @@ def _product(
         part = tl.dot(b, tl.trans(x1.to(tl.bfloat16)), part)
         total += part * scale[None, :]
     return total
-
-
-# --- Kernels --------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -184,9 +179,6 @@ def _down_kernel(
             total.to(tl.bfloat16),
             mask=(pair_row < end)[:, None],
         )
-
-
-# --- Launch ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

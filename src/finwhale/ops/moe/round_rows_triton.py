@@ -60,9 +60,6 @@ def _round_rows_kernel(
         tl.store(scale_ptr + group * stride_scale + target_row, scale, mask=used)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def round_tokens(x_ND: Tensor, pairs: OrderedPairs, early_launch: bool) -> tuple[Tensor, Tensor]:
     """Round each token into the rows of its pairs: E4M3 [P,D] and float32 scales [D/128,P'].
 

@@ -243,9 +243,6 @@ def _hash_kernel(
     tl.store(weights_ptr + token * K + k_index, weights, mask=is_chosen)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, (1, NARROW_TILE, FEW_TOKENS)))
 
 

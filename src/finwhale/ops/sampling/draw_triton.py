@@ -468,9 +468,6 @@ def _draw_kernel(
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """How rows are divided into parts.

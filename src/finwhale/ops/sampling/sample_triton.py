@@ -146,9 +146,6 @@ def _restrict_kernel(logits_ptr, rows_ptr, words_ptr, V, stride_s, stride_w, BLO
     )
 
 
-# --- Launch ---------------------------------------------------------------------------------------
-
-
 def _pick(candidates_SC: Tensor, early_launch: bool) -> tuple[Tensor, Tensor]:
     """The ids of each row's best candidates, and whether they are valid."""
     (num_rows, count), device = candidates_SC.shape, candidates_SC.device

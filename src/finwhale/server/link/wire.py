@@ -17,8 +17,6 @@ from finwhale.request import (
     SamplingParams,
 )
 
-# --- Server to engine -----------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Add:
@@ -71,8 +69,6 @@ class Cancel:
 
 
 Command = Add | Abort | Stop | Call | Cancel
-
-# --- Engine to server -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from pydantic import BaseModel
 from finwhale.chat.known_fields import CHAT_FIELDS, UNUSED, Shape, by_type, fields
 from finwhale.server.protocols import schemas
 
-# --- Chat Completions -----------------------------------------------------------------------------
-
 _RESPONSE_FORMAT: Shape = by_type(
     open=True,
     text={},
@@ -24,8 +22,6 @@ _RESPONSE_FORMAT: Shape = by_type(
 )
 # no effect: budget_tokens, display
 _THINKING: Shape = fields("type", "budget_tokens", "display")
-
-# --- Responses ------------------------------------------------------------------------------------
 
 # no effect, in every item: id, status, phase, annotations, logprobs
 _RESPONSES_PARTS: Shape = [
@@ -76,8 +72,6 @@ _RESPONSES_FORMAT: Shape = by_type(
     json_object={},
     json_schema=fields("name", "description", "schema", "strict"),
 )
-
-# --- Messages -------------------------------------------------------------------------------------
 
 _TEXT_BLOCK = fields("text", "cache_control", "citations")  # no effect: the last two
 _RESULT_BLOCKS: Shape = [
