@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 # By NUMERICS_VERSION, then by libraries and processor. Changed bits need a new NUMERICS_VERSION and
 # new digests; other libraries or processors need digests alone.
 DIGESTS = {
-    3: {
+    4: {  # attention of 64 heads on Hopper GPUs changed, which the embedded model does not have
         "torch 2.13, numpy 2.4, Intel": {
             "exact": "f0cd0c89f4bc745066de5cc178289989",
             "drafts": "b07c086d9e5cc2e3ac95d0b3f77424ae",
