@@ -30,7 +30,10 @@ BLOCK_B = 128
 HEAD_DIM = 512
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(
+    do_not_specialize=["B", "stride_pages"],
+    do_not_specialize_on_alignment=["positions_ptr", "query_start_ptr", "pages_ptr", "first_ptr"],
+)
 def _unpack_kernel(
     positions_ptr,
     query_start_ptr,
@@ -52,7 +55,7 @@ def _unpack_kernel(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Unpack page program_id(0). The first program also writes each sequence's first page."""
+    """Unpack one page. The first program also writes where each sequence has its pages."""
     C: tl.constexpr = 512
     NOPE: tl.constexpr = 448
     HALF: tl.constexpr = C // 2
