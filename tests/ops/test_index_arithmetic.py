@@ -49,6 +49,10 @@ BOUNDED = {
     # The kernel loads numbers of groups that it has stored.
     ("indexer.topk_long_triton._select_long_kernel", "scores_ptr"),
     ("indexer.topk_long_triton._select_long_kernel", "pages_ptr"),
+    # A kernel stores where a sequence's unpacked rows begin. They take 1 KB each, so they are fewer
+    # than 2^31. Only one sequence owns a page, so a sum is the number of one page in its table.
+    ("attention.sparse_attention_hopper._attend_kernel", "window_rows_ptr"),
+    ("attention.sparse_attention_hopper_unpack._unpack_kernel", "pages_ptr"),
     # All experts together have no more pairs than a step.
     ("moe.dispatch_triton._order_many_kernel", "order_ptr"),
     ("moe.dispatch_triton._order_many_kernel", "blocks_ptr"),
