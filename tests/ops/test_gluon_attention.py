@@ -5,6 +5,7 @@ gluon_interpreter.py says which races it finds on the paths that run.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -125,13 +126,27 @@ def test_schedules_give_the_same_bits(heads: int) -> None:
 def test_unpacked_rows_give_the_bits_of_packed_ones(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two prompts, the first of which sees no whole window, and a decode, whose rows are packed."""
+    """Two prompts, the first of which sees no whole window, and a decode, whose rows are packed.
+
+    The second prompt sees four pages of C4 entries and six tiles of keys.
+    """
     args = arguments(kind, 64, ((36, 38), (900, 903), (703, 704)))
     wanted = attend(args, plan(64)).clone()
     monkeypatch.setattr(unpacking, "LEAST_TOKENS", 2)
+    monkeypatch.setattr(unpacking, "ROWS_PER_TOKEN", 1000)
+    pages: list[list[bool]] = []
+
+    def unpack_rows(*args: Any, **kwargs: Any) -> unpacking.UnpackedRows:
+        found = unpacking.unpack_rows(*args, **kwargs)
+        pages.append((found.page != unpacking.NOT_UNPACKED.value).tolist())
+        return found
+
+    monkeypatch.setattr(hopper, "unpack_rows", unpack_rows)
     for schedule in [Schedule(seed) for seed in range(4)] + [Schedule(9, (f,)) for f in range(3)]:
         args[8].fill_(torch.nan)
         assert torch.equal(attend(args, plan(64), schedule), wanted)
+    # The rows of the window, and of the entries if there are any, of each launch.
+    assert pages == [[True, True, False]] * (7 if kind == "window" else 14)
 
 
 OWN, WEIGHTS, OTHER = fences(many_heads)

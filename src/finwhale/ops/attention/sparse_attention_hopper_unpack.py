@@ -6,8 +6,8 @@ kernel converts every row that a prompt may see, before attention, and attention
 
 The kernel numbers the unpacked pages: those of the step's first prompt, then those of the second,
 and so on. A sequence's pages are adjacent and in order. Sequences with fewer than LEAST_TOKENS in
-the step, or with more than ROWS_PER_TOKEN rows for each of them, and those that do not fit keep
-their packed rows. Whether rows are unpacked changes no bit of attention.
+the step, or with more than ROWS_PER_TOKEN rows for each of these, keep their packed rows. So do a
+sequence that does not fit and all after it. Whether rows are unpacked changes no bit of attention.
 
 Bytes of a row: 584 are read, 1024 written.
 """
